@@ -1,0 +1,61 @@
+"""headstock: attention backends as plugins, chosen from what they declare, driven through one lifecycle.
+
+The public API. Importing it imports no torch; names that need torch are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headstock.backend import AttentionBackend, BackendSpec, GraphFallback, Workspace, WorkspaceBytes
+    from headstock.batch import ForwardBatch
+    from headstock.capabilities import Capabilities
+    from headstock.hookspecs import hookimpl
+    from headstock.ints import ANY, MultipleOf
+    from headstock.kv.layout import KVLayout
+    from headstock.layer import AttentionLayer
+    from headstock.negotiate import negotiate
+    from headstock.offer import Offer
+    from headstock.plugins import discover
+    from headstock.runner.runner import ModelRunner
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ANY": "ints",
+    "AttentionBackend": "backend",
+    "AttentionLayer": "layer",
+    "BackendSpec": "backend",
+    "Capabilities": "capabilities",
+    "ForwardBatch": "batch",
+    "GraphFallback": "backend",
+    "KVLayout": "kv.layout",
+    "ModelRunner": "runner.runner",
+    "MultipleOf": "ints",
+    "Offer": "offer",
+    "Workspace": "backend",
+    "WorkspaceBytes": "backend",
+    "discover": "plugins",
+    "hookimpl": "hookspecs",
+    "negotiate": "negotiate",
+}
+
+__all__ = [
+    "ANY", "AttentionBackend", "AttentionLayer", "BackendSpec", "Capabilities", "ForwardBatch", "GraphFallback",
+    "KVLayout", "ModelRunner", "MultipleOf", "Offer", "Workspace", "WorkspaceBytes", "discover", "hookimpl",
+    "negotiate",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headstock' has no attribute {name!r}")
+    value = getattr(import_module(f"headstock.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

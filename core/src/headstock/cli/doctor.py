@@ -1,0 +1,134 @@
+"""`headstock doctor`: loads every plugin in a process of its own, and has a cure for what does not survive that."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import headstock
+from headstock.cli.options import JSON, Config
+from headstock.cli.settings import Settings
+from headstock.cli.tables import document, faults, table
+from headstock.errors import HeadstockError
+from headstock.offer import Fault, canonical
+from headstock.plugins import ALLOW_LIST, GROUP, installed
+from headstock.requires import missing_packages
+
+Timeout = Annotated[float, typer.Option(min=0.1, help="seconds that a plugin may take to load")]
+
+
+def doctor(timeout: Timeout = 60.0, config: Config = None, json: JSON = False) -> None:
+    """Checks what is installed, and tells what to do about each fault.
+
+    Every plugin is imported with its backend classes, each in a process of its own. Exits with 1 if there is a fault.
+    """
+    environment, wrong = _environment(config, timeout)
+    plugins = _plugins(timeout)
+    faulty = bool(wrong) or any(plugin["faults"] for plugin in plugins)
+    if json:
+        document(
+            healthy=not faulty,
+            environment=environment,
+            plugins=plugins,
+            faults=[{"subject": subject, **_as_json(fault)} for subject, fault in wrong],
+        )
+    else:
+        table(("environment", ""), list(environment.items()))
+        rows = [[p["name"], "broken" if p["faults"] else "ok", p["distribution"], ", ".join(p["backends"])] for p in plugins]
+        table(("plugin", "status", "distribution", "backends"), rows)
+        faults([*wrong, *((p["name"], Fault(**fault)) for p in plugins for fault in p["faults"])])
+    if faulty:
+        raise typer.Exit(1)
+
+
+def _environment(config: Path | None, timeout: float) -> tuple[dict[str, str], list[tuple[str, Fault]]]:
+    """What the host runs on, and what is wrong with that."""
+    found = {
+        "headstock": headstock.__version__,
+        "python": f"{platform.python_version()}, {sys.executable}",
+        "platform": platform.platform(),
+    }
+    wrong = []
+    loaded = _examine(timeout)
+    if isinstance(loaded, Fault):
+        wrong.append(("torch", loaded.model_copy(update={"cure": "reinstall torch: pip install --force-reinstall torch"})))
+    else:
+        found |= loaded
+    try:
+        found["configuration"] = str(Settings.load(config, {}).file or "none")
+    except HeadstockError as error:
+        wrong.append(("configuration", Fault(what=str(error), cure="mend the file, or name another with --config")))
+    if ALLOW_LIST in os.environ:
+        found[ALLOW_LIST] = os.environ[ALLOW_LIST]
+    try:
+        requires = metadata.requires("headstock") or []
+    except metadata.PackageNotFoundError:
+        requires = []  # run from its source, not installed
+    if missing := missing_packages(requires, {}):
+        wrong.append(("headstock", missing))
+    return found, wrong
+
+
+def _plugins(timeout: float) -> list[dict[str, Any]]:
+    """A report on every plugin, whatever HEADSTOCK_PLUGINS says, sorted by name."""
+    points = {canonical(point.name): point for point in metadata.entry_points(group=GROUP)}
+    names = sorted(points)
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        examined = list(pool.map(lambda name: _examine(timeout, name), names))
+    reports = [report for name, outcome in zip(names, examined, strict=True) for report in _reports(points[name], outcome)]
+    # Only a look at all of them together finds two that clash; those known to be broken stay out of this process.
+    healthy = [report["name"] for report in reports if not report["faults"]]
+    for plugin in installed(healthy):
+        for report in reports:
+            if report["name"] == plugin.name and plugin.fault:
+                report["faults"].append(_as_json(plugin.fault))
+    return reports
+
+
+def _reports(point: metadata.EntryPoint, outcome: Any) -> Iterator[dict[str, Any]]:
+    if not isinstance(outcome, Fault):
+        for report in outcome:
+            yield {**report, "faults": [_as_json(Fault(**fault)) for fault in report["faults"]]}
+        return
+    distribution = point.dist.name if point.dist else ""
+    cure = f"pip uninstall {distribution}, or leave it out: {ALLOW_LIST}=-{point.name}"
+    source = f"{distribution} {point.dist.version if point.dist else ''}".strip()
+    fault = _as_json(outcome.model_copy(update={"cure": cure}))
+    yield {"name": point.name, "distribution": source, "backends": [], "faults": [fault]}
+
+
+def _examine(timeout: float, *plugin: str) -> Any:
+    """What `headstock.cli.examine` reports of a plugin, or of torch; a Fault where its process did not live to tell."""
+    with tempfile.TemporaryDirectory() as folder:
+        report, errors = Path(folder, "report.json"), Path(folder, "stderr")
+        command = [sys.executable, "-P", "-m", "headstock.cli.examine", str(report), *plugin]
+        with errors.open("wb") as stderr:
+            try:
+                done = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, timeout=timeout
+                )
+            except subprocess.TimeoutExpired:
+                return Fault(what=f"it did not finish loading within {timeout:g} s")
+        if done.returncode == 0 and report.is_file():
+            return json.loads(report.read_text(encoding="utf-8"))
+        last = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+    said = f": {last[0]}" if last else ""
+    if done.returncode < 0:
+        return Fault(what=f"loading it killed the process with {signal.Signals(-done.returncode).name}{said}")
+    return Fault(what=f"loading it ended the process with exit code {done.returncode}{said}")
+
+
+def _as_json(fault: Fault) -> dict[str, str]:
+    return {"what": fault.what, "cure": fault.cure}

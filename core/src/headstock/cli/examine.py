@@ -1,0 +1,60 @@
+"""`python -m headstock.cli.examine REPORT [PLUGIN]`: the process that `doctor` can afford to lose.
+
+It loads one plugin as the runner would, or without one torch, and writes what it found to REPORT as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from headstock.errors import HeadstockError
+from headstock.load import load_backend, load_layout, resolve
+from headstock.offer import Candidate, Fault
+from headstock.plugins import installed
+
+
+def plugins(name: str) -> list[dict[str, Any]]:
+    """What every plugin called `name` (more than one is a fault) offers, and each fault on the way to its classes."""
+    return [
+        {
+            "name": plugin.name,
+            "distribution": f"{plugin.distribution} {plugin.version}".strip(),
+            "backends": [offer.name for offer in plugin.offers],
+            "faults": [fault.model_dump() for candidate in plugin.candidates() for fault in _faults(candidate)]
+            or ([plugin.fault.model_dump()] if plugin.fault else []),
+        }
+        for plugin in installed([name])
+    ]
+
+
+def _faults(candidate: Candidate) -> list[Fault]:
+    if candidate.offer is None or candidate.fault is not None:
+        return [candidate.fault] if candidate.fault else []
+    try:
+        load_backend(candidate)
+        for layout in candidate.offer.kv_layouts:
+            load_layout(layout, [candidate])
+        if candidate.offer.options is not None:
+            resolve(candidate.offer.options, f"the options of {candidate.name}")
+    except HeadstockError as error:
+        return [Fault(what=str(error), cure=f"reinstall or remove it: pip uninstall {candidate.distribution}")]
+    return []
+
+
+def torch() -> dict[str, str]:
+    """The version of torch and the device that runs by default, by name."""
+    import torch
+
+    from headstock.device import Device
+
+    device = Device.open()
+    capability = f", sm_{device.compute_capability}" if device.compute_capability else ""
+    return {"torch": torch.__version__, "device": f"{device.name}{capability}"}
+
+
+if __name__ == "__main__":
+    report, *named = sys.argv[1:]
+    Path(report).write_text(json.dumps(plugins(*named) if named else torch()), encoding="utf-8")

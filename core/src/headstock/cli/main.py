@@ -1,0 +1,97 @@
+"""`headstock`: the entry point, its commands, and how a failure ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from typing import Annotated
+
+import typer
+
+import headstock
+from headstock.cli.backends import backends
+from headstock.cli.doctor import doctor
+from headstock.cli.explain import explain
+from headstock.cli.plugins import plugins
+from headstock.errors import HeadstockError
+from headstock.plugins import ALLOW_LIST
+
+EPILOG = """\b
+Exit codes:
+    0  all is well
+    1  doctor found a fault, or a failure that nobody foresaw
+    2  a refusal with its cure, or wrong usage
+  130  interrupted
+"""
+
+app = typer.Typer(
+    help="Runs language models on attention backends that are plugins, and tells which one runs and why.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # rich takes longer to import than the help takes to print
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (plugins, backends, explain, doctor):
+    app.command()(command)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"headstock {headstock.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    verbose: Annotated[bool, typer.Option("--verbose", help="show the traceback of a failure")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    for name in sorted(os.environ):
+        if name.startswith("HEADSTOCK_") and name != ALLOW_LIST:
+            warnings.warn(f"the environment variable {name} is not read; known: {ALLOW_LIST}", stacklevel=1)
+
+
+def main() -> None:
+    """Runs the command line and exits; the help tells the exit codes."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        code = _run()
+    sys.exit(code)
+
+
+def _run() -> int:
+    """The exit code of one command. Typer ends its own way for what it handles itself, wrong usage above all."""
+    try:
+        try:
+            app(prog_name="headstock")
+        except SystemExit as end:
+            return int(end.code or 0)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        return 1
+    except HeadstockError as error:
+        return _fail(str(error), error, error.exit_code)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        return _fail(f"{what}; type: headstock --verbose …, for the traceback", error, 1)
+    return 0
+
+
+def _fail(message: str, error: Exception, code: int) -> int:
+    if "--verbose" in sys.argv:
+        traceback.print_exception(error)
+    print(f"headstock: {message}", file=sys.stderr)
+    return code
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"headstock: warning: {message}", file=sys.stderr)

@@ -1,0 +1,94 @@
+"""The prompts of a run: one from the command line or from standard input, or one per line of a JSONL file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headstock.engine.sampling import SamplingParams
+from headstock.errors import HeadstockError, RequestError
+
+SHAPES = '{"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}'
+
+
+class Prompt(NamedTuple):
+    """One prompt: a text or a chat, with how to sample its answer; `where` is what a refusal calls it."""
+
+    content: str | list[dict[str, Any]]
+    params: SamplingParams
+    where: str
+
+
+def read_prompts(text: str | None, file: Path | None, params: SamplingParams) -> list[Prompt]:
+    """The prompts that were given, exactly one way; `params` hold where a line of the file does not say otherwise.
+
+    Raises HeadstockError or RequestError, naming the line, for what is missing, empty or cannot be read.
+    """
+    if (text is None) == (file is None):
+        failed = "there is no prompt" if text is None else "a prompt and --prompt-file are both given"
+        raise HeadstockError(failed, works="a prompt, - for standard input, or --prompt-file FILE")
+    if file is not None:
+        return list(_read_lines(file, params))
+    where = "standard input" if text == "-" else "the prompt"
+    return [Prompt(_checked(_stdin() if text == "-" else text, where), params, where)]
+
+
+def _read_lines(file: Path, params: SamplingParams) -> Iterator[Prompt]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines() if str(file) != "-" else _stdin().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise HeadstockError(f"cannot read {file}", given=error, works="a JSONL file in UTF-8") from None
+    if not any(line.strip() for line in lines):
+        raise HeadstockError(f"{file} holds no prompt", works=f"lines like {SHAPES}")
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield _read_line(line, f"{file}:{number}", params)
+
+
+def _read_line(line: str, where: str, params: SamplingParams) -> Prompt:
+    """One object: a prompt or messages, and sampling parameters of its own."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise RequestError(f"{where} is not JSON: {error}", works=f"a line like {SHAPES}") from None
+    if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
+        raise RequestError(f"{where} is neither a prompt nor a chat", given=line[:80], works=SHAPES)
+    own = {key: value for key, value in record.items() if key not in ("prompt", "messages")}
+    for key in own:
+        if key not in SamplingParams.model_fields:
+            near = get_close_matches(key, SamplingParams.model_fields, 1)
+            works = f"{near[0]}, perhaps" if near else ", ".join(["prompt", "messages", *SamplingParams.model_fields])
+            raise RequestError(f"{where}: unknown key", given=key, works=works)
+    try:
+        params = SamplingParams(**{**params.model_dump(), **own})
+    except RequestError as error:
+        raise RequestError(f"{where}: {error.what}", given=error.given, works=error.works) from None
+    if "messages" in record:
+        return Prompt(_checked_chat(record["messages"], where), params, where)
+    return Prompt(_checked(record["prompt"], where), params, where)
+
+
+def _checked(text: Any, where: str) -> str:
+    if not isinstance(text, str):
+        raise RequestError(f"{where}: the prompt is no text", given=repr(text)[:80], works=SHAPES)
+    if not text.strip():
+        raise RequestError(f"{where} is empty", works="at least one word")
+    return text
+
+
+def _checked_chat(messages: Any, where: str) -> list[dict[str, Any]]:
+    fit = isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
+    if not fit:
+        raise RequestError(f"{where}: the messages are no chat", given=repr(messages)[:80], works=SHAPES)
+    return list(messages)
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise HeadstockError("cannot read standard input", given=error, works="text in UTF-8") from None

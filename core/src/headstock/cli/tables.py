@@ -1,0 +1,81 @@
+"""What commands show: tables and progress for people, documents for programs. Rich is imported here, on use."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headstock.offer import Fault
+
+DOCUMENT_VERSION = 1
+"""Raised when a field of a document changes its meaning or goes; new fields do not raise it."""
+
+STYLES = {"ok": "green", "broken": "red", "yes": "green", "no": "dim", "–": "dim"}
+
+
+def document(**content: Any) -> None:
+    """Prints one versioned JSON document to stdout, which gets nothing else."""
+    print(json.dumps({"version": DOCUMENT_VERSION, **content}, indent=2, ensure_ascii=False))
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """Prints a table to stdout, as wide as the terminal. Cells wrap and are never cut."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", show_edge=False)
+    for number, column in enumerate(columns):
+        shown.add_column(column, overflow="fold", style="bold" if number == 0 else "")
+    for row in rows:
+        shown.add_row(*(Text(cell or "–", style=STYLES.get(cell or "–", "")) for cell in row))
+    Console(highlight=False).print(shown)
+
+
+def paragraphs(lines: Iterable[str]) -> None:
+    """Prints lines to stdout, each wrapped to the terminal under its own indentation."""
+    width = shutil.get_terminal_size().columns
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()))
+        more = {"subsequent_indent": indent + "  ", "break_long_words": False, "break_on_hyphens": False}
+        print("\n".join(textwrap.wrap(line, width, drop_whitespace=True, **more) or [""]))
+
+
+def faults(found: Iterable[tuple[str, Fault | None]]) -> None:
+    """Prints what is wrong with whom, and the cure."""
+    for subject, fault in found:
+        if fault is not None:
+            paragraphs([f"{subject} is broken: {fault.what}", f"  cure: {fault.cure}"])
+
+
+@contextmanager
+def progress(shown: bool) -> Iterator[Callable[[str, int, int], None] | None]:
+    """Gives a callback (what is done, steps done, steps in all) that draws bars on stderr, None unless `shown`."""
+    if not shown:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
+def note(text: str) -> None:
+    """Prints a line for the person at the terminal to stderr, out of the way of what programs read."""
+    print(text, file=sys.stderr)

@@ -1,0 +1,199 @@
+"""What a negotiation came to: winners, the shared KV configuration, and a reason for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from headstock.capabilities import AXES
+from headstock.errors import NegotiationError
+from headstock.offer import Fault
+from headstock.policy import Policy
+from headstock.requirement import Requirement
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Mismatch(_Record):
+    """One axis that one record does not cover: what was needed, what was offered, what to change, and who set it."""
+
+    axis: str
+    needed: str
+    offered: str
+    remedy: str
+    because: str = ""
+
+    def __str__(self) -> str:
+        needs, offers = AXES[self.axis].verbs if self.axis in AXES else ("needs", "offers")
+        because = f" ({self.because})" if self.because else ""
+        return f"{self.axis}: {needs} {self.needed}{because}, {offers} {self.offered}"
+
+
+class NearMiss(_Record):
+    """One record of a refused offer with every axis it fails."""
+
+    record: str
+    mismatches: tuple[Mismatch, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(str(mismatch) for mismatch in self.mismatches)
+
+
+class Refusal(_Record):
+    """Why a candidate cannot serve a role: its fault, or its nearest records.
+
+    A record is nearest if no other record of the offer fails only some of the axes that it fails.
+    """
+
+    group: str
+    role: str
+    backend: str
+    source: str
+    fault: Fault | None = None
+    nearest: tuple[NearMiss, ...] = ()
+
+    @property
+    def closest(self) -> NearMiss | None:
+        """The record that fails the fewest axes, those for the role's phase first; None where there is a fault."""
+        return min(
+            self.nearest,
+            key=lambda miss: (any(mismatch.axis == "phases" for mismatch in miss.mismatches), len(miss.mismatches)),
+            default=None,
+        )
+
+
+class Outranked(_Record):
+    """A candidate that could have served a role, and why it does not."""
+
+    group: str
+    role: str
+    backend: str
+    record: str
+    why: str
+
+
+class Winner(_Record):
+    """The backend that serves a role for batches of at most `max_batch` rows (None: any), and what makes it the one."""
+
+    max_batch: int | None = None
+    backend: str
+    record: str
+    source: str
+    why: str
+    granted: tuple[str, ...] = ()
+
+
+class Choice(_Record):
+    """What was settled for one role: the requirement, completed by the KV configuration, and who serves it.
+
+    `winners` is empty only for a role whose alternative is served instead.
+    """
+
+    requirement: Requirement
+    winners: tuple[Winner, ...]
+
+    @property
+    def group(self) -> str:
+        return self.requirement.group
+
+    @property
+    def role(self) -> str:
+        return self.requirement.role
+
+
+class Decision(_Record):
+    """The outcome of `negotiate`, as data: what runs, on which KV configuration, and why nothing else does.
+
+    Without a solution `choices` is empty and `conflict` says what no combination covers. `notices` tells of wishes that
+    the winners cannot grant, and of backends that serve one layer group and not another. JSON and back gives an equal
+    decision.
+    """
+
+    version: Literal[1] = 1
+    page_size: int | None = None
+    choices: tuple[Choice, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    outranked: tuple[Outranked, ...] = ()
+    notices: tuple[str, ...] = ()
+    conflict: str = ""
+    requirements: tuple[Requirement, ...] = ()
+
+    @property
+    def solved(self) -> bool:
+        """Whether every role, or its alternative, is served."""
+        return bool(self.choices)
+
+    @property
+    def outcome(self) -> tuple[Any, ...]:
+        """What runs, without the reasons: two decisions of one outcome drive a model alike."""
+        served = ((c.requirement, tuple((w.max_batch, w.backend, w.record) for w in c.winners)) for c in self.choices)
+        return self.page_size, tuple(served)
+
+    def choice(self, group: str, role: str) -> Choice:
+        """What was settled for one role; KeyError where the decision has no such role."""
+        for choice in self.choices:
+            if (choice.group, choice.role) == (group, role):
+                return choice
+        raise KeyError((group, role))
+
+    def pin(self, policy: Policy) -> Policy:
+        """`policy` with this outcome as the user's explicit choice: it is given again, or refused, never replaced.
+
+        Raises NegotiationError where there is no outcome, or where `policy` explicitly chooses another.
+        """
+        if not self.solved:
+            raise NegotiationError("the decision has no solution to pin", given=self.conflict)
+        for choice in self.choices:
+            _check_agreement(choice, policy)
+        served = [choice for choice in self.choices if choice.winners]
+        return policy.model_copy(
+            update={
+                "backends": {f"{c.group}/{c.role}": c.winners[0].backend for c in served},
+                "page_size": self.page_size,
+                "kv_layouts": {c.group: c.requirement.kv_layout for c in served if c.requirement.kv_layout},
+                "unserved": frozenset(f"{c.group}/{c.role}" for c in self.choices if not c.winners),
+            }
+        )
+
+
+def _check_agreement(choice: Choice, policy: Policy) -> None:
+    """Refuses an explicit choice that says something else than the pinned one."""
+    need = choice.requirement
+    backend, chosen = choice.winners[0].backend if choice.winners else None, policy.chosen(need)
+    asked: list[tuple[str, object, object]] = [("backend", chosen[1] if chosen else None, backend)]
+    if need.cached:
+        asked.append(("page size", policy.page_size, need.page_size))
+        asked.append(("KV layout", policy.layout(need.group), need.kv_layout))
+    for what, wanted, pinned in asked:
+        if wanted is not None and pinned is not None and wanted != pinned:
+            raise NegotiationError(
+                f"the pinned decision has another {what} for {need.where}",
+                given=f"{wanted}, pinned: {pinned}",
+                works="either the decision or the choice",
+            )
+
+
+def check_pin(decision: Decision, requirements: Sequence[Requirement]) -> None:
+    """Refuses a decision that was made for other requirements: another model, device or dtype.
+
+    Raises NegotiationError naming the first role and every field that differs. What negotiation itself settles (page
+    size, layout) and mere wishes may differ.
+    """
+    made_for = {(need.group, need.role): need for need in decision.requirements}
+    asked = {(need.group, need.role): need for need in requirements}
+    if made_for.keys() != asked.keys():
+        names = (", ".join(need.where for need in needs.values()) or "none" for needs in (made_for, asked))
+        raise NegotiationError("the pinned decision is for other roles: {}; needed: {}".format(*names), type=_AGAIN)
+    for key, need in asked.items():
+        old, new = (each.model_dump(exclude={"page_size", "kv_layout", "wishes"}) for each in (made_for[key], need))
+        if differing := [f"{name} {old[name]}, needed: {new[name]}" for name in old if old[name] != new[name]]:
+            raise NegotiationError(
+                f"the pinned decision was made for another {need.where}: {'; '.join(differing)}", type=_AGAIN
+            )
+
+
+_AGAIN = "headstock explain --json, to decide again"

@@ -1,0 +1,1 @@
+"""From prompts to text: tokens in, requests served together, text out."""

@@ -1,0 +1,73 @@
+"""The page table: which request holds which pages, and how many of its tokens are cached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headstock.errors import HeadstockError
+from headstock.kv.allocator import PageAllocator
+
+
+class PageTable:
+    """Requests by slot: their pages, in order, and their cached lengths in tokens.
+
+    The table itself is int32 [max_requests, max_pages] on the host, with unused entries 0, the null page; `rows` brings
+    what a batch needs to the device.
+    """
+
+    def __init__(self, allocator: PageAllocator, page_size: int, max_requests: int, max_context: int):
+        self.allocator, self.page_size, self.max_context = allocator, page_size, max_context
+        self.lengths = [0] * max_requests
+        self._pages: list[list[int]] = [[] for _ in range(max_requests)]
+        self._free_slots = list(range(max_requests - 1, -1, -1))
+        self._open = [False] * max_requests
+        self._table = torch.zeros(max_requests, self.pages_for(max_context), dtype=torch.int32)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Requests that can still be opened."""
+        return len(self._free_slots)
+
+    def open(self) -> int:
+        """Takes a slot for a new request, with no page yet."""
+        if not self._free_slots:
+            raise HeadstockError("no free request slot", given=f"{len(self.lengths)} requests at once")
+        slot = self._free_slots.pop()
+        self._open[slot] = True
+        return slot
+
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        """Makes room for `num_tokens` tokens in all; raises OutOfPages, changing nothing, if there is none."""
+        assert self._open[slot], f"slot {slot} is not open"
+        assert num_tokens <= self.max_context, f"{num_tokens} tokens in a context of {self.max_context}"
+        held = self._pages[slot]
+        missing = self.pages_for(num_tokens) - len(held)
+        if missing > 0:
+            fresh = self.allocator.allocate(missing)
+            self._table[slot, len(held) : len(held) + missing] = torch.tensor(fresh, dtype=torch.int32)
+            held.extend(fresh)
+
+    def advance(self, slot: int, num_tokens: int) -> None:
+        """Counts `num_tokens` more tokens as cached."""
+        self.lengths[slot] += num_tokens
+        assert self.lengths[slot] <= len(self._pages[slot]) * self.page_size
+
+    def close(self, slot: int) -> None:
+        """Gives the slot and its pages back."""
+        assert self._open[slot], f"slot {slot} is not open"
+        self.allocator.free(self._pages[slot])
+        self._table[slot, : len(self._pages[slot])] = 0
+        self._pages[slot], self.lengths[slot], self._open[slot] = [], 0, False
+        self._free_slots.append(slot)
+
+    def rows(self, slots: Sequence[int], max_tokens: int, device: torch.device | str = "cpu") -> Tensor:
+        """The rows of some requests, wide enough for `max_tokens` tokens: int32 [B, W] on `device`."""
+        width = self.pages_for(max_tokens)
+        return self._table[list(slots), :width].to(device, non_blocking=True)

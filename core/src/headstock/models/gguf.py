@@ -1,0 +1,129 @@
+"""GGUF files, converted once into an ordinary Hugging Face folder inside a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headstock.errors import ModelError
+from headstock.models.config import DType, ModelConfig
+from headstock.models.weights import INDEX, SINGLE
+
+if TYPE_CHECKING:
+    from headstock.models.gguf_file import GGUFFile
+
+VERSION = 1  # part of the cache key: raise it when the folder written for the same file changes
+SHARD_BYTES = 2 << 30  # so that memory stays bounded whatever the size of the model
+
+Progress = Callable[[str, int, int], None]
+"""(what is being done, steps done, steps in all)."""
+
+
+def default_cache_dir() -> Path:
+    """The folder for converted models: `headstock` in $XDG_CACHE_HOME, or in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstock"
+
+
+def convert(
+    path: str | Path, cache_dir: str | Path, dtype: DType = "bfloat16", progress: Progress | None = None
+) -> Path:
+    """The Hugging Face folder of a GGUF file, its weights in `dtype`; written on the first call, found on the next.
+
+    A folder appears under its final name only when complete (several processes may convert at once), and is
+    found again as long as the file keeps its path, size and time. Raises ModelError for a file that is missing,
+    damaged, or of an architecture, quantisation or tokenizer that is not supported.
+    """
+    source, cache = Path(path).resolve(), Path(cache_dir)
+    folder = cache / _key(source, dtype)
+    if folder.exists():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
+    try:
+        _write(source, unfinished, dtype, progress)
+        _publish(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _key(source: Path, dtype: DType) -> str:
+    try:
+        status = source.stat()
+    except OSError as error:
+        raise ModelError(f"cannot read {source}: {error.strerror}", works="a .gguf file") from None
+    identity = f"{source}\n{status.st_size}\n{status.st_mtime_ns}\n{VERSION}"
+    return f"{source.stem}-{dtype}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+
+
+def _publish(unfinished: Path, folder: Path) -> None:
+    """Rename, after the bytes are on disk; where another process was first, its folder is as good."""
+    for file in unfinished.iterdir():
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+
+
+def _write(source: Path, folder: Path, dtype: DType, progress: Progress | None) -> None:
+    from headstock.models.gguf_file import GGUFFile  # reading GGUF needs a package that a converted model does not
+    from headstock.models.gguf_tokenizer import build_tokenizer, tokenizer_config
+
+    if progress:
+        progress("reading GGUF", 0, 1)
+    file = GGUFFile(source)
+    config = file.config() | {"dtype": dtype}
+    ModelConfig.from_hf(config)  # what could not be loaded is refused before it is written
+    contents = {
+        "config.json": config,
+        "generation_config.json": {key: config[key] for key in ("bos_token_id", "eos_token_id")},
+        "tokenizer_config.json": tokenizer_config(file.metadata),
+    }
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+    build_tokenizer(file.metadata).save(str(folder / "tokenizer.json"))
+    _write_weights(folder, _converted(file, getattr(torch, dtype), progress))
+
+
+def _converted(file: GGUFFile, dtype: torch.dtype, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
+    for done, (name, tensor) in enumerate(file.weights(), start=1):
+        yield name, tensor.to(dtype)
+        if progress:
+            progress("converting GGUF", done, len(file.tensors))
+
+
+def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """One `model.safetensors`, or shards and their index where the model is larger than a shard."""
+    shards: list[list[str]] = []
+    for number, shard in enumerate(_shards(tensors), start=1):
+        save_file(shard, folder / f"model-{number:05}.safetensors", metadata={"format": "pt"})
+        shards.append(list(shard))
+    if len(shards) == 1:
+        (folder / "model-00001.safetensors").rename(folder / SINGLE)
+        return
+    listed = {name: f"model-{number:05}.safetensors" for number, names in enumerate(shards, 1) for name in names}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": listed}), encoding="utf-8")
+
+
+def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Group tensors into shards of about SHARD_BYTES, holding one shard in memory."""
+    shard: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if shard and sum(held.nbytes for held in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard = {}
+        shard[name] = tensor
+    yield shard

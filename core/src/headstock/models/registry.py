@@ -1,0 +1,28 @@
+"""The model classes by architecture, imported only when one is asked for."""
+
+from __future__ import annotations
+
+import pkgutil
+from typing import TYPE_CHECKING
+
+from headstock.errors import ModelError
+from headstock.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from headstock.models.llama import Llama
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "headstock.models.llama:Llama",
+    "MistralForCausalLM": "headstock.models.llama:Llama",
+    "Qwen2ForCausalLM": "headstock.models.llama:Llama",
+    "Qwen3ForCausalLM": "headstock.models.llama:Llama",
+}
+
+
+def model_class(config: ModelConfig) -> type[Llama]:
+    """The class that runs a config's architecture; raises ModelError where there is none."""
+    if config.architecture not in ARCHITECTURES:
+        works = ", ".join(ARCHITECTURES)
+        raise ModelError("this architecture is not supported", given=config.architecture, works=works)
+    found: type[Llama] = pkgutil.resolve_name(ARCHITECTURES[config.architecture])
+    return found

@@ -1,0 +1,238 @@
+"""Discovery: one entry point at a time, isolated and lazy, with a fault and its cure for whatever is broken.
+
+The entry-point group is `headstock`; the key is the plugin's name, the value a light module with `@hookimpl`s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import os
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+import pluggy
+import pydantic
+
+from headstock import hookspecs
+from headstock.offer import API_VERSION, Candidate, Fault, Offer, canonical, describe_validation_error
+from headstock.requires import missing_packages
+
+GROUP = "headstock"
+ALLOW_LIST = "HEADSTOCK_PLUGINS"
+HANG_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """One installed entry point: where it came from, what it offers and implements, and what is wrong with it."""
+
+    name: str
+    distribution: str
+    version: str
+    module: str
+    offers: tuple[Offer, ...] = ()
+    hooks: tuple[str, ...] = ()
+    fault: Fault | None = None
+    implementation: ModuleType | None = field(default=None, repr=False, compare=False)
+
+    def candidates(self) -> list[Candidate]:
+        """What this plugin puts forward; a plugin that did not load stands in under its own name, with its fault."""
+        base = Candidate(
+            name=canonical(self.name), fault=self.fault, distribution=self.distribution, version=self.version
+        )
+        if not self.offers:
+            return [base] if self.fault else []
+        return [base.model_copy(update={"name": offer.name, "offer": offer}) for offer in self.offers]
+
+
+def discover(allow: Iterable[str] | None = None) -> list[Candidate]:
+    """The backends of every installed plugin, broken ones with their faults, sorted by name.
+
+    `allow` names the only plugins to load ("-name" leaves one out instead); by default the comma-separated environment
+    variable HEADSTOCK_PLUGINS, where it is set. Never raises for a plugin's sake.
+    """
+    return [candidate for plugin in installed(allow) for candidate in plugin.candidates()]
+
+
+def installed(allow: Iterable[str] | None = None) -> list[Plugin]:
+    """Every installed plugin, loaded in isolation, sorted by name and distribution."""
+    points = sorted(metadata.entry_points(group=GROUP), key=lambda point: (canonical(point.name), _source(point)))
+    wanted = _allowed(points, allow)
+    versions: dict[str, str | None] = {}
+    plugins = []
+    for point in points:
+        if wanted(point.name):
+            clash = [other for other in points if other != point and canonical(other.name) == canonical(point.name)]
+            plugins.append(_load(point, clash, versions))
+    return _refuse_twins(plugins)
+
+
+def _allowed(points: list[metadata.EntryPoint], allow: Iterable[str] | None) -> Callable[[str], bool]:
+    """The allow-list as a test by name; unknown names warn with the nearest known one."""
+    if allow is None:
+        if ALLOW_LIST not in os.environ:
+            return lambda name: True
+        allow = os.environ[ALLOW_LIST].split(",")
+    names = {canonical(name.strip()) for name in allow if name.strip() and not name.strip().startswith("-")}
+    denied = {canonical(name.strip()[1:]) for name in allow if name.strip().startswith("-")}
+    known = {canonical(point.name) for point in points}
+    for name in sorted((names | denied) - known):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"installed: {', '.join(sorted(known)) or 'none'}"
+        warnings.warn(f"{ALLOW_LIST} names no installed plugin: {name!r}; {hint}", stacklevel=3)
+    if denied and not names:
+        return lambda name: canonical(name) not in denied
+    return lambda name: canonical(name) in names - denied
+
+
+def _load(point: metadata.EntryPoint, clash: list[metadata.EntryPoint], versions: dict[str, str | None]) -> Plugin:
+    distribution = point.dist.name if point.dist else ""
+    plugin: dict[str, Any] = {
+        "name": point.name,
+        "distribution": distribution,
+        "version": point.dist.version if point.dist else "",
+        "module": point.value,
+    }
+    if clash:
+        both = " and ".join(sorted({distribution, *(_source(other) for other in clash)}))
+        what = f"the plugin name {point.name!r} is taken by more than one distribution: {both}"
+        return Plugin(**plugin, fault=Fault(what=what, cure=f"pip uninstall {distribution}, or the other"))
+    try:
+        with _stdout_to_stderr(), _watchdog(point.name, distribution):
+            module = importlib.import_module(point.module)
+            hooks = _hooks(module, point.name)
+            offers = _offers(module) if "attention_backends" in hooks else ()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return Plugin(**plugin, fault=describe_fault(error, f"reinstall or remove it: pip uninstall {distribution}"))
+    plugin |= {"offers": offers, "hooks": tuple(sorted(hooks)), "implementation": module}
+    requires = (point.dist.requires if point.dist else None) or []
+    return Plugin(**plugin, fault=_version_fault(offers) or missing_packages(requires, versions))
+
+
+class BadPlugin(Exception):
+    """What is wrong with a plugin's module, and the cure."""
+
+
+def _hooks(module: ModuleType, name: str) -> dict[str, Any]:
+    """The hooks a module implements, checked by pluggy against their specification and against misspelling."""
+    manager = pluggy.PluginManager(GROUP)
+    manager.add_hookspecs(hookspecs)
+    known = [spec for spec in dir(hookspecs) if manager.parse_hookspec_opts(hookspecs, spec) is not None]
+    marked = [attr for attr in dir(module) if manager.parse_hookimpl_opts(module, attr) is not None]
+    for attr in marked:
+        if attr not in known:
+            near = difflib.get_close_matches(attr, known, 1) or known
+            raise BadPlugin(f"{attr!r} is no hook of headstock's API version {API_VERSION}; did you mean {near[0]!r}?")
+    try:
+        manager.register(module, name)
+    except pluggy.PluginValidationError as error:
+        message = " ".join(str(error).split())
+        raise BadPlugin(
+            f"a hook asks for what headstock's API version {API_VERSION} does not pass: {message}"
+        ) from None
+    if not marked:
+        raise BadPlugin(f"{module.__name__} implements no hook; known: {', '.join(known)}")
+    return {attr: getattr(module, attr) for attr in marked}
+
+
+def _offers(module: ModuleType) -> tuple[Offer, ...]:
+    offers = module.attention_backends()
+    if not isinstance(offers, list | tuple) or not all(isinstance(offer, Offer) for offer in offers):
+        raise BadPlugin(f"attention_backends() must return a list of Offer, it returned {offers!r}"[:300])
+    return tuple(offers)
+
+
+def _version_fault(offers: Iterable[Offer]) -> Fault | None:
+    for offer in offers:
+        if offer.api_version != API_VERSION:
+            newer = offer.api_version > API_VERSION
+            return Fault(
+                what=f"{offer.name} needs API version {offer.api_version}, this headstock speaks {API_VERSION}",
+                cure="pip install -U headstock" if newer else "install a newer release of the plugin",
+            )
+    return None
+
+
+def _refuse_twins(plugins: list[Plugin]) -> list[Plugin]:
+    """Gives a fault to plugins that offer a backend of one name: choosing either would be a guess."""
+    owners: dict[str, set[str]] = {}
+    for plugin in plugins:
+        for offer in plugin.offers:
+            owners.setdefault(offer.name, set()).add(plugin.distribution or plugin.name)
+    result = []
+    for plugin in plugins:
+        twins = [offer.name for offer in plugin.offers if len(owners[offer.name]) > 1]
+        if twins and plugin.fault is None:
+            what = f"the backend {twins[0]!r} is offered by more than one distribution: "
+            fault = Fault(
+                what=what + " and ".join(sorted(owners[twins[0]])),
+                cure=f"pip uninstall {plugin.distribution}, or the other",
+            )
+            plugin = replace(plugin, fault=fault)
+        result.append(plugin)
+    return result
+
+
+def describe_fault(error: BaseException, cure: str = "") -> Fault:
+    """Any failure of a plugin's code as a fault: one line, the cure, and the traceback as its detail."""
+    detail = "".join(traceback.format_exception(error))
+    if isinstance(error, pydantic.ValidationError):
+        return Fault(what=describe_validation_error(error), cure=cure, detail=detail)
+    if isinstance(error, BadPlugin):
+        return Fault(what=str(error), cure=cure, detail=detail)
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return Fault(what=f"it imports {error.name!r}, which is not installed", cure=cure, detail=detail)
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return Fault(what=f"{type(error).__name__}: {first_line}".rstrip(": "), cure=cure, detail=detail)
+
+
+def _source(point: metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist else ""
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Keeps what a plugin prints while it is imported out of listings that programs read."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+@contextlib.contextmanager
+def _watchdog(name: str, distribution: str) -> Iterator[None]:
+    """Names a plugin that hangs, so that the person waiting knows which one to leave out."""
+
+    def bark() -> None:
+        print(
+            f"headstock: the plugin {name!r} ({distribution}) has been loading for {HANG_SECONDS:.0f} s; "
+            f"to leave it out: {ALLOW_LIST}=-{name}",
+            file=sys.stderr,
+        )
+
+    timer = threading.Timer(HANG_SECONDS, bark)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def observers(plugins: Iterable[Plugin]) -> pluggy.PluginManager:
+    """A manager over the healthy plugins' hooks, for the host to call its observers through."""
+    manager = pluggy.PluginManager(GROUP)
+    manager.add_hookspecs(hookspecs)
+    for plugin in plugins:
+        if plugin.implementation is not None and plugin.fault is None:
+            manager.register(plugin.implementation, plugin.name)
+    return manager

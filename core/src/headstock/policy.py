@@ -1,0 +1,86 @@
+"""The policy of one negotiation: what the user fixed, what is wished for, and how ties are broken. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from headstock.capabilities import MAX_PAGE_SIZE
+from headstock.offer import canonical
+from headstock.requirement import Requirement
+
+PageSize = Annotated[int, Field(ge=1, le=MAX_PAGE_SIZE)]
+
+FLAGS = {
+    "all": "--attention-backend",
+    "extend": "--prefill-attention-backend",
+    "decode": "--decode-attention-backend",
+}
+"""The flag that makes an explicit choice of backend, by its scope."""
+
+
+def flag(scope: str) -> str:
+    """What a person typed to choose a backend for `scope`."""
+    return FLAGS.get(scope, f"the choice for {scope}")
+
+
+class Measurement(NamedTuple):
+    """Seconds that one layer of a role took on a backend, under one KV configuration (None where nothing is cached)."""
+
+    group: str
+    role: str
+    backend: str
+    page_size: PageSize | None
+    kv_layout: str | None
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Policy(BaseModel):
+    """What steers a negotiation beyond validity, which is the plugins' own word.
+
+    `backends` holds explicit choices by scope: "group/role", a role, a phase, or "all", the narrowest first.
+    `page_size` (in tokens) and `kv_layouts` (by group, or "all") are explicit too: such choices work or are refused,
+    and are never replaced. Roles in `unserved`, as "group/role", are left to their alternatives. `page_sizes` and
+    `layouts` only order what else is equal. `profile` holds what was measured on this machine.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backends: Mapping[str, str] = Field(default_factory=dict)
+    page_size: PageSize | None = None
+    kv_layouts: Mapping[str, str] = Field(default_factory=dict)
+    unserved: frozenset[str] = frozenset()
+    page_sizes: tuple[PageSize, ...] = (16, 32, 64, 128, 8, 4, 2, 1)
+    layouts: tuple[str, ...] = ("nhd", "hnd", "latent")
+    profile: tuple[Measurement, ...] = ()
+
+    @field_validator("backends")
+    @classmethod
+    def _canonical(cls, value: Mapping[str, str]) -> dict[str, str]:
+        return {scope: canonical(name) for scope, name in value.items()}
+
+    def chosen(self, requirement: Requirement) -> tuple[str, str] | None:
+        """The explicit choice that rules a role, as (scope, backend name), or None."""
+        role = requirement
+        for scope in (f"{role.group}/{role.role}", role.role, role.phase, "all"):
+            if scope in self.backends:
+                return scope, self.backends[scope]
+        return None
+
+    def layout(self, group: str) -> str | None:
+        """The KV layout fixed for a group, or None."""
+        return self.kv_layouts.get(group, self.kv_layouts.get("all"))
+
+    def page_rank(self, page_size: int | None) -> tuple[int, int]:
+        """The order of page sizes where nothing else decides: those listed, then from small to large."""
+        if page_size in self.page_sizes:
+            return 0, self.page_sizes.index(page_size)
+        return 1, page_size or 0
+
+    def layout_rank(self, layout: str | None) -> tuple[int, str]:
+        """The order of KV layouts where nothing else decides: those listed, then by name."""
+        if layout in self.layouts:
+            return self.layouts.index(layout), ""
+        return len(self.layouts), layout or ""

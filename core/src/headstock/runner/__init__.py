@@ -1,0 +1,1 @@
+"""The model runner: from a model and a policy to logits, through negotiated backends."""

@@ -1,0 +1,155 @@
+"""The backend instances of one runner: loaded from a decision, given their workspaces, probed with tiny batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstock.backend import AttentionBackend, BackendSpec, Phase, Workspace, WorkspaceBytes
+from headstock.batch import ForwardBatch
+from headstock.decision import Decision
+from headstock.device import Device, torch_dtype
+from headstock.errors import HeadstockError, PluginError
+from headstock.kv.layout import KVLayout
+from headstock.kv.pool import KVPool
+from headstock.layer import AttentionLayer
+from headstock.load import load_backend, load_layout, load_options
+from headstock.models.config import ModelConfig
+from headstock.offer import Candidate
+from headstock.runner.requirements import backend_spec, layer_groups
+
+ALIGNMENT = 256
+
+
+class FaultyBackend(HeadstockError):
+    """A chosen backend failed to load, to start or to pass its probe; `candidate` is which, the cause says why."""
+
+    def __init__(self, candidate: Candidate, error: BaseException):
+        super().__init__(f"the backend {candidate.name} ({candidate.source}) failed: {type(error).__name__}: {error}")
+        self.candidate, self.error = candidate, error
+
+
+@dataclass(slots=True)
+class Instance:
+    """One backend for one layer group and attention kind: what it was specified as, and what it became."""
+
+    candidate: Candidate
+    spec: BackendSpec
+    backend_class: type[AttentionBackend]
+    layout: type[KVLayout]
+    bytes: WorkspaceBytes
+    backend: AttentionBackend | None = field(default=None)
+
+    def start(self, scratch: Tensor) -> None:
+        """Constructs the backend, with its own zeroed state beside the shared scratch."""
+        state = torch.zeros(self.bytes.state, dtype=torch.uint8, device=self.spec.device)
+        self.backend = self.backend_class(self.spec, Workspace(scratch, state))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The sizes an instance must be able to serve: rows and tokens of one forward."""
+
+    max_batch: int
+    max_tokens: int
+
+
+def load_instances(
+    decision: Decision,
+    candidates: Iterable[Candidate],
+    config: ModelConfig,
+    device: Device,
+    limits: Limits,
+    options: Mapping[str, Mapping[str, Any]],
+) -> dict[tuple[str, str], Instance]:
+    """Instances by (group, role), one per (group, backend, attention kind). Raises FaultyBackend for what fails."""
+    by_name = {candidate.name: candidate for candidate in candidates}
+    groups = layer_groups(config)
+    instances: dict[tuple[str, str, str], Instance] = {}
+    roles: dict[tuple[str, str], Instance] = {}
+    for choice in decision.choices:
+        for winner in choice.winners:
+            key = (choice.group, winner.backend, choice.requirement.attention)
+            if key not in instances:
+                needs = [
+                    each.requirement
+                    for each in decision.choices
+                    if (each.group, each.requirement.attention) == (key[0], key[2])
+                    and any(other.backend == winner.backend for other in each.winners)
+                ]
+                candidate = by_name[winner.backend]
+                assert candidate.offer is not None, "a winner has an offer"
+                chosen_options = load_options(candidate.offer, options.get(candidate.name, {}))
+                spec = backend_spec(
+                    needs,
+                    config.layers[groups[choice.group][0]],
+                    device=str(device.torch),
+                    num_sms=device.num_sms,
+                    max_batch=limits.max_batch,
+                    max_tokens=limits.max_tokens,
+                    options=chosen_options,
+                )
+                instances[key] = _load(candidate, spec, list(by_name.values()))
+            roles[choice.group, choice.role] = instances[key]
+    return roles
+
+
+def _load(candidate: Candidate, spec: BackendSpec, candidates: list[Candidate]) -> Instance:
+    try:
+        backend_class = load_backend(candidate)
+        layout = load_layout(spec.kv_layout, candidates)
+        return Instance(candidate, spec, backend_class, layout, backend_class.workspace_bytes(spec))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise FaultyBackend(candidate, error) from error
+
+
+def start_and_probe(instances: Sequence[Instance], device: Device) -> None:
+    """Constructs each instance and runs a tiny batch of each of its phases; raises FaultyBackend for what fails."""
+    scratch_bytes = max((instance.bytes.scratch for instance in instances), default=0)
+    scratch = torch.empty(-(-scratch_bytes // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8, device=device.torch)
+    for instance in instances:
+        try:
+            instance.start(scratch)
+            for phase in sorted(instance.spec.phases):
+                _probe(instance, "decode" if phase == "decode" else "extend")
+            device.synchronize()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise FaultyBackend(instance.candidate, error) from error
+
+
+def _probe(instance: Instance, phase: Phase) -> None:
+    """Runs one layer of a made-up batch on a cache of a few pages and asks for finite numbers."""
+    spec, backend = instance.spec, instance.backend
+    assert backend is not None, "probed before it was started"
+    prefix, queries = 5, 1 if phase == "decode" else 3
+    keys = min(prefix + queries, spec.max_context)
+    queries = min(queries, keys)
+    width = -(-keys // spec.page_size)
+    view = KVPool(spec, instance.layout, 1, width + 1).views[0]
+    table = torch.arange(1, width + 1, dtype=torch.int32, device=spec.device)[None]
+    batch = ForwardBatch.from_lengths([queries], [keys], table, spec.page_size, phase=phase)
+    heads = torch.randn(
+        queries, spec.num_heads + 2 * spec.num_kv_heads, max(spec.head_dim, spec.v_head_dim),
+        generator=torch.Generator().manual_seed(0),
+    ).to(spec.device, torch_dtype(spec.dtype))  # fmt: skip
+    q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    out = torch.full_like(q[..., : spec.v_head_dim], float("nan")).contiguous()
+    layer = AttentionLayer(
+        index=0,
+        kv=view,
+        sinks=torch.zeros(spec.num_heads, device=spec.device) if spec.sinks else None,
+        alibi_slopes=torch.zeros(spec.num_heads, device=spec.device) if spec.alibi else None,
+    )
+    backend.init_forward_metadata(batch)
+    backend.init_forward_metadata_in_graph(batch)
+    backend.forward(q[..., : spec.head_dim], k[..., : spec.head_dim], v[..., : spec.v_head_dim], layer, batch, out=out)
+    if not bool(torch.isfinite(out).all()):
+        raise PluginError(f"its probe in the {phase} phase left numbers that are not finite")

@@ -1,0 +1,33 @@
+"""torch-native: attention in plain PyTorch, on any device, for every kind and axis of the contract but MLA."""
+
+from __future__ import annotations
+
+from headstock import ANY, Capabilities, Offer, hookimpl
+
+COMMON = {
+    "devices": {"cpu", "cuda"},
+    "attention": {"paged", "ragged"},
+    "dtypes": {"float32", "float16", "bfloat16", "float64"},
+    "head_dims": ANY,
+    "v_head_dims": ANY,
+    "page_sizes": ANY,
+    "kv_layouts": {"nhd", "hnd"},
+    "kv_dtypes": {"same", "float8_e4m3fn", "float8_e5m2"},
+    "kv_scales": True,
+    "sliding_window": True,
+    "softcap": True,
+    "sinks": True,
+    "alibi": True,
+    "non_causal": True,
+    "query_mask": True,
+    "lse": True,
+}
+
+
+@hookimpl
+def attention_backends() -> list[Offer]:
+    """The one backend of this plugin: extend walks over requests on the host, decode is batched."""
+    extend = Capabilities(phases={"extend"}, host_lengths="exact", **COMMON)
+    decode = Capabilities(phases={"decode"}, host_lengths="bound", query_lens=ANY, **COMMON)
+    backend = "headstock_torch_native.backend:TorchNative"
+    return [Offer(name="torch-native", aliases=("torch",), backend=backend, capabilities=(extend, decode))]

@@ -1,0 +1,96 @@
+"""The two ways to attend: torch's fused SDPA where it can, explicit matrix products for everything else.
+
+Both take B rows of n queries [B, n, Hq, D] against keys [B, S, Hkv, D] and values [B, S, Hkv, Dv], and never repeat a
+key head: the G query heads that share one are folded into the query dimension, or the key head is expanded by stride.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NOTHING = float("-inf")
+
+
+def sdpa_bias(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """Visibility bool [B, n, S] as the additive mask that `sdpa` wants."""
+    bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, NOTHING)
+    rows, n, keys = seen.shape
+    if rows == 1 or n == 1:
+        return bias[:, None] if n == 1 else bias
+    return bias[:, None].expand(rows, group, n, keys).reshape(rows, 1, group * n, keys)
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, bias: Tensor | None, causal: bool, scale: float, v_scale: float
+) -> None:
+    """Attends by `scaled_dot_product_attention` into out [B, n, Hq, Dv]; `bias` from `sdpa_bias`."""
+    rows, n, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if rows == 1 and n > 1:  # key heads as the batch, each expanded over its group: is_causal and one mask serve all
+        q = q[0].unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
+        k, v = k[0, :, None].expand(-1, group, -1, -1), v[0, :, None].expand(-1, group, -1, -1)
+        result = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale)
+        result = result[None]
+    else:
+        q = fold(q, kv_heads)
+        result = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale)
+        result = result.unflatten(2, (group, n))
+    if v_scale != 1.0:
+        result = result * v_scale
+    grouped(out, kv_heads).copy_(result)
+
+
+def matmul(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    seen: Tensor | None,
+    distance: Tensor | None,
+    scale: float,
+    v_scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+) -> None:
+    """Attends in float32 (float64 for float64) with every axis, into out [B, n, Hq, Dv] and lse [B, n, Hq].
+
+    seen bool [B, n, S], None where every key is visible; distance [B, n, S] as ALiBi needs it; sinks, slopes [Hq].
+    """
+    n, kv_heads = q.shape[1], k.shape[2]
+    per_head = (kv_heads, q.shape[2] // kv_heads, 1, 1)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    scores = fold(q, kv_heads).to(exact) @ k.permute(0, 2, 3, 1).to(exact) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.unflatten(2, (-1, n))  # [B, Hkv, G, n, S]
+    if slopes is not None and distance is not None:
+        scores = scores - slopes.view(per_head) * distance[:, None, None]
+    if seen is not None:
+        scores = scores.masked_fill(~seen[:, None, None], NOTHING)
+    total = scores.logsumexp(-1, keepdim=True)
+    empty = total == NOTHING
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.view(per_head).to(exact)).masked_fill(empty, NOTHING)
+    weights = (scores - total.masked_fill(empty, 0.0)).exp_()
+    result = (weights.flatten(2, 3) @ v.transpose(1, 2).to(exact)).unflatten(2, (-1, n))
+    # an empty row's weights are 0, but what it read may be NaN
+    grouped(out, kv_heads).copy_((result * v_scale).masked_fill(empty, 0.0))
+    if lse is not None:
+        grouped(lse[..., None], kv_heads).copy_(total)
+
+
+def fold(q: Tensor, kv_heads: int) -> Tensor:
+    """[B, n, Hq, D] → [B, Hkv, G·n, D]; a view for one query per row."""
+    return grouped(q, kv_heads).flatten(2, 3)
+
+
+def grouped(x: Tensor, kv_heads: int) -> Tensor:
+    """[B, n, Hq, D] → its view [B, Hkv, G, n, D]."""
+    return x.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
