@@ -33,8 +33,8 @@ from headstock import ANY, Capabilities, Offer, hookimpl
 @hookimpl
 def attention_backends():
     can = Capabilities(
-        devices={{"cpu", "cuda"}}, phases={{"extend", "decode"}}, attention={{"paged"}}, dtypes={{"float32", "bfloat16"}},
-        head_dims={{64, 128}}, page_sizes=ANY, kv_layouts={{"nhd"}},
+        devices={{"cpu", "cuda"}}, phases={{"extend", "decode"}}, attention={{"paged"}},
+        dtypes={{"float32", "bfloat16"}}, head_dims={{64, 128}}, page_sizes=ANY, kv_layouts={{"nhd"}},
     )
     return [Offer(name="{name}", backend="{module}_kernels:Backend", capabilities=can)]
 '''

@@ -9,7 +9,7 @@ import typer
 
 from headstock.capabilities import AXES, Capabilities
 from headstock.cli.options import JSON
-from headstock.cli.tables import document, faults, note, paragraphs, table
+from headstock.cli.tables import NONE_INSTALLED, document, faults, note, paragraphs, table
 from headstock.errors import HeadstockError
 from headstock.offer import Candidate, Offer
 from headstock.plugins import discover
@@ -28,14 +28,17 @@ def backends(axis: AxisNames = None, json: JSON = False) -> None:
         document(axes={name: {"kind": AXES[name].kind, "doc": AXES[name].doc} for name in axes}, backends=listed)
         return
     if axis:
-        rows = [[offer.name, str(record), *_cells(record, axes)] for _, offer in offers for record in offer.capabilities]
+        records = [(offer.name, record) for _, offer in offers for record in offer.capabilities]
+        rows = [[name, str(record), *_cells(record, axes)] for name, record in records]
         table(["backend", "record", *axes], rows)
+        print()
         paragraphs(f"{name}: {AXES[name].doc}" for name in axes)
     else:
-        for candidate, offer in offers:
+        for number, (candidate, offer) in enumerate(offers):
+            print(end="\n" if number else "")
             _matrix(candidate, offer, axes)
     if not candidates:
-        note("no backend is installed; type: pip install headstock-torch-native")
+        note(NONE_INSTALLED)
     faults((candidate.name, candidate.fault) for candidate in candidates)
 
 

@@ -46,8 +46,8 @@ def doctor(timeout: Timeout = 60.0, config: Config = None, json: JSON = False) -
         )
     else:
         table(("environment", ""), list(environment.items()))
-        rows = [[p["name"], "broken" if p["faults"] else "ok", p["distribution"], ", ".join(p["backends"])] for p in plugins]
-        table(("plugin", "status", "distribution", "backends"), rows)
+        print()
+        table(("plugin", "status", "distribution", "backends"), [_row(plugin) for plugin in plugins])
         faults([*wrong, *((p["name"], Fault(**fault)) for p in plugins for fault in p["faults"])])
     if faulty:
         raise typer.Exit(1)
@@ -63,7 +63,8 @@ def _environment(config: Path | None, timeout: float) -> tuple[dict[str, str], l
     wrong = []
     loaded = _examine(timeout)
     if isinstance(loaded, Fault):
-        wrong.append(("torch", loaded.model_copy(update={"cure": "reinstall torch: pip install --force-reinstall torch"})))
+        cure = "reinstall it: pip install --force-reinstall torch"
+        wrong.append(("torch", loaded.model_copy(update={"cure": cure})))
     else:
         found |= loaded
     try:
@@ -87,7 +88,8 @@ def _plugins(timeout: float) -> list[dict[str, Any]]:
     names = sorted(points)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         examined = list(pool.map(lambda name: _examine(timeout, name), names))
-    reports = [report for name, outcome in zip(names, examined, strict=True) for report in _reports(points[name], outcome)]
+    outcomes = zip(names, examined, strict=True)
+    reports = [report for name, outcome in outcomes for report in _reports(points[name], outcome)]
     # Only a look at all of them together finds two that clash; those known to be broken stay out of this process.
     healthy = [report["name"] for report in reports if not report["faults"]]
     for plugin in installed(healthy):
@@ -123,11 +125,17 @@ def _examine(timeout: float, *plugin: str) -> Any:
                 return Fault(what=f"it did not finish loading within {timeout:g} s")
         if done.returncode == 0 and report.is_file():
             return json.loads(report.read_text(encoding="utf-8"))
-        last = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-    said = f": {last[0]}" if last else ""
+        lines = errors.read_text(encoding="utf-8", errors="replace").splitlines()
+    last = next((line for line in reversed(lines) if line and not line[0].isspace()), "")
+    said = f": {last}" if last else ""
     if done.returncode < 0:
         return Fault(what=f"loading it killed the process with {signal.Signals(-done.returncode).name}{said}")
     return Fault(what=f"loading it ended the process with exit code {done.returncode}{said}")
+
+
+def _row(plugin: dict[str, Any]) -> list[str]:
+    status = "broken" if plugin["faults"] else "ok"
+    return [plugin["name"], status, plugin["distribution"], ", ".join(plugin["backends"])]
 
 
 def _as_json(fault: Fault) -> dict[str, str]:

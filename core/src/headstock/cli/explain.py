@@ -32,7 +32,8 @@ def explain(settings: Settings, assume_gpu: AssumeGPU = None, all: All = False, 
     if json:
         print(decision.model_dump_json(indent=2))
     else:
-        paragraphs([*_asked(settings), *account(decision, all)])
+        asked = [f"  {choice}" for choice in settings.asked()]
+        paragraphs([*(["Asked for", *asked] if asked else []), *account(decision, all)])
     if not decision.solved:
         raise typer.Exit(2)
 
@@ -41,13 +42,6 @@ def _hardware(settings: Settings, assume_gpu: str | None) -> Hardware:
     if assume_gpu is None:
         return Hardware.here(settings.choices.device)
     if not settings.choices.device.startswith(("auto", "cuda")):
-        given = f"{assume_gpu} and device {settings.choices.device}, by {settings.origin('device')}"
+        given = f"{assume_gpu} and {settings.origins['device']} {settings.choices.device}"
         raise HeadstockError("--assume-gpu contradicts the device", given=given, works="one of them")
     return Hardware.assumed(assume_gpu)
-
-
-def _asked(settings: Settings) -> list[str]:
-    """What was set and by whom; the rest was left to negotiation."""
-    own = settings.choices.model_dump(include=settings.origins.keys() & Choices.model_fields.keys())
-    lines = [f"  {name.replace('_', '-')} {value}, by {settings.origins[name]}" for name, value in own.items()]
-    return ["Asked for", *lines] if lines else []

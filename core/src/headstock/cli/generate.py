@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headstock.cli.answers import Answers, opened
 from headstock.cli.hardware import Hardware
 from headstock.cli.options import Choices, Limits, takes
 from headstock.cli.prompts import Prompt, read_prompts
 from headstock.cli.question import question
 from headstock.cli.settings import Settings
-from headstock.cli.tables import DOCUMENT_VERSION, note, progress
+from headstock.cli.summary import tell_choice, tell_speed
+from headstock.cli.tables import note, progress
 from headstock.decision import Decision
 from headstock.engine.sampling import SamplingParams
 from headstock.errors import HeadstockError
@@ -25,7 +25,6 @@ from headstock.models.embedded import embedded_model
 from headstock.negotiate import negotiate
 from headstock.offer import Candidate
 from headstock.plugins import discover
-from headstock.policy import Policy
 from headstock.render import raise_unsolved
 
 if TYPE_CHECKING:
@@ -60,13 +59,13 @@ def generate(
     as_json = json or output is not None or prompt_file is not None
     runner, tokenizer = _load(settings, len(prompts), shown=not quiet and sys.stderr.isatty())
     if not quiet:
-        _tell_choice(settings, runner)
+        tell_choice(settings, runner)
     ids = [_encode(tokenizer, each, raw) for each in prompts]
-    with _opened(output) as out:
-        answers = _Answers(out, prompts, as_json)
+    with opened(output) as out:
+        answers = Answers(out, prompts, as_json)
         completions, timing = _run(runner, tokenizer, ids, answers, bar=as_json and not quiet and sys.stderr.isatty())
     if not quiet:
-        _tell_speed(timing)
+        tell_speed(timing)
     failed = [(each.where, done.error) for each, done in zip(prompts, completions, strict=True) if done.error]
     for where, error in failed:
         note(f"headstock: {where}: {error}")
@@ -111,7 +110,7 @@ def _load(settings: Settings, num_prompts: int, shown: bool) -> tuple[ModelRunne
 def _options(
     given: Mapping[str, Mapping[str, Any]], candidates: Sequence[Candidate], decision: Decision
 ) -> dict[str, Mapping[str, Any]]:
-    """Backends' own settings under their own names; refuses those of unknown backends and tells of those left unused."""
+    """Backends' own settings under their own names: unknown backends are refused, those not chosen are told."""
     chosen = {winner.backend for choice in decision.choices for winner in choice.winners}
     options = {}
     for name, values in given.items():
@@ -138,44 +137,8 @@ def _encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool) -> list[int]:
     return tokenizer.encode_chat([{"role": "user", "content": prompt.content}])
 
 
-class _Answers:
-    """Where answers go: streamed as text, or one JSON line each, in the order of the prompts, once all before are out."""
-
-    def __init__(self, out: TextIO, prompts: Sequence[Prompt], as_json: bool):
-        self.out, self.prompts, self.as_json = out, prompts, as_json
-        self.waiting: dict[int, Completion] = {}
-        self.written = self.done = 0
-
-    def on_text(self, index: int, text: str) -> None:
-        if not self.as_json:
-            print(text, end="", flush=True, file=self.out)
-
-    def on_done(self, index: int, completion: Completion) -> None:
-        self.done += 1
-        if not self.as_json:
-            print(file=self.out, flush=True)
-            return
-        self.waiting[index] = completion
-        while (ready := self.waiting.pop(self.written, None)) is not None:
-            print(jsonlib.dumps(self._line(ready), ensure_ascii=False), file=self.out, flush=True)
-            self.written += 1
-
-    def _line(self, completion: Completion) -> dict[str, Any]:
-        content = self.prompts[self.written].content
-        return {
-            "version": DOCUMENT_VERSION,
-            "index": self.written,
-            "messages" if isinstance(content, list) else "prompt": content,
-            "text": completion.text,
-            "finish_reason": completion.finish_reason,
-            "error": completion.error or None,
-            "prompt_tokens": completion.prompt_tokens,
-            "tokens": len(completion.tokens),
-        }
-
-
 def _run(
-    runner: ModelRunner, tokenizer: Tokenizer, ids: list[list[int]], answers: _Answers, bar: bool
+    runner: ModelRunner, tokenizer: Tokenizer, ids: list[list[int]], answers: Answers, bar: bool
 ) -> tuple[list[Completion], Timing]:
     from headstock.engine.generate import Generator
 
@@ -189,33 +152,3 @@ def _run(
                 report("generating", answers.done, len(ids))
 
         return generator.generate(ids, params, answers.on_text, on_done), generator.timing
-
-
-@contextmanager
-def _opened(output: Path | None) -> Iterator[TextIO]:
-    if output is None:
-        yield sys.stdout
-        return
-    try:
-        file = output.open("w", encoding="utf-8")
-    except OSError as error:
-        raise HeadstockError(f"cannot write {output}: {error.strerror}", works="--output with another file") from None
-    with file:
-        yield file
-
-
-def _tell_choice(settings: Settings, runner: ModelRunner) -> None:
-    """Who runs, why, and who asked for it; then what memory goes to, and what else the runner has to say."""
-    served: dict[str, list[str]] = {}
-    for choice in runner.decision.choices:
-        for winner in choice.winners:
-            origin = settings.origin(*_fields(runner.decision, settings.choices.policy(), choice.role))
-            by = f", by {origin}" if origin else ""
-            served.setdefault(f"{winner.backend} ({winner.source}): {winner.why}{by}", []).append(choice.requirement.where)
-    for who, roles in served.items():
-        note(f"{', '.join(roles)}: {who}")
-    cached = {str((c.requirement.page_size, c.requirement.kv_layout)): c.requirement for c in runner.decision.choices}
-    note("KV cache: " + "; ".join(f"page size {r.page_size}, {r.kv_layout}, {r.kv_dtype}" for r in cached.values()))
-    note("memory: " + ", ".join(" ".join(line.split()) for line in runner.memory.lines()))
-    for notice in runner.notices:
-        note(f"notice: {notice}")

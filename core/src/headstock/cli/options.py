@@ -106,9 +106,7 @@ def _flag(name: str, record: type[BaseModel]) -> inspect.Parameter:
     help_text = f"{field.description}{shown}"
     kind = _kind(field.annotation) | None
     option = typer.Option(help=help_text, show_default=False)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
-    )
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
 
 
 def _kind(annotation: Any) -> Any:

@@ -9,11 +9,11 @@ import typer
 
 from headstock import hookspecs
 from headstock.cli.options import JSON
-from headstock.cli.tables import document, faults, note, table
+from headstock.cli.tables import NONE_INSTALLED, document, faults, note, table
 from headstock.errors import HeadstockError
 from headstock.plugins import Plugin, installed
 
-Hooks = Annotated[list[str] | None, typer.Option("--hook", help="only plugins with this hook; more than one is any of them")]
+Hooks = Annotated[list[str] | None, typer.Option("--hook", help="only plugins with this hook, or with any of several")]
 COLUMNS = ("plugin", "status", "distribution", "backends", "hooks")
 
 
@@ -25,7 +25,7 @@ def plugins(hook: Hooks = None, json: JSON = False) -> None:
         document(plugins=[_as_json(plugin) for plugin in found])
         return
     if not found:
-        note("no plugin implements " + " or ".join(wanted) if wanted else "no plugin is installed; type: pip install headstock-torch-native")
+        note(f"no plugin implements {' or '.join(wanted)}" if wanted else NONE_INSTALLED)
         return
     table(COLUMNS, [_row(plugin) for plugin in found])
     faults((plugin.name, plugin.fault) for plugin in found)

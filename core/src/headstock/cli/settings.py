@@ -48,9 +48,9 @@ class Settings:
         choices, limits, sampling = (_build(record, {**written, **typed}, origins) for record in RECORDS)
         return cls(choices, limits, sampling, file, origins)  # type: ignore[arg-type]
 
-    def origin(self, *names: str) -> str:
-        """Where the first of these fields that was set came from, empty if none was."""
-        return next((self.origins[name] for name in names if name in self.origins), "")
+    def asked(self) -> list[str]:
+        """The choices that were set, by what: "--page-size 16", or "/home/me/headstock.toml: page-size 16"."""
+        return [f"{self.origins[name]} {value}" for name, value in self.choices if name in self.origins]
 
 
 def find_file(folder: Path) -> Path | None:
@@ -96,7 +96,7 @@ def _toml(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise HeadstockError(f"cannot read {file}: {error.strerror}", works="a TOML file") from None
     except ValueError as error:  # of the encoding or the syntax
-        raise HeadstockError(f"{file} is not TOML: {error}", works='lines like page-size = 16 or dtype = "float32"') from None
+        raise HeadstockError(f"{file} is not TOML: {error}", works="lines like page-size = 16") from None
 
 
 def _by_backend(options: list[str]) -> dict[str, dict[str, Any]]:

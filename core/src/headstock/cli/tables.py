@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 DOCUMENT_VERSION = 1
 """Raised when a field of a document changes its meaning or goes; new fields do not raise it."""
 
+NONE_INSTALLED = "no plugin is installed; the extras of headstock install some: pip install 'headstock[EXTRA]'"
+
 STYLES = {"ok": "green", "broken": "red", "yes": "green", "no": "dim", "–": "dim"}
 
 
@@ -29,13 +31,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = ""
     from rich import box
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
-    shown = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", show_edge=False)
-    for number, column in enumerate(columns):
-        shown.add_column(column, overflow="fold", style="bold" if number == 0 else "")
-    for row in rows:
-        shown.add_row(*(Text(cell or "–", style=STYLES.get(cell or "–", "")) for cell in row))
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    shown.title, shown.title_justify, shown.title_style = title or None, "left", "bold"
     Console(highlight=False).print(shown)
 
 
@@ -43,16 +41,17 @@ def paragraphs(lines: Iterable[str]) -> None:
     """Prints lines to stdout, each wrapped to the terminal under its own indentation."""
     width = shutil.get_terminal_size().columns
     for line in lines:
-        indent = " " * (len(line) - len(line.lstrip()))
-        more = {"subsequent_indent": indent + "  ", "break_long_words": False, "break_on_hyphens": False}
-        print("\n".join(textwrap.wrap(line, width, drop_whitespace=True, **more) or [""]))
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        wrap = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        print("\n".join(wrap.wrap(line) or [""]))
 
 
 def faults(found: Iterable[tuple[str, Fault | None]]) -> None:
     """Prints what is wrong with whom, and the cure."""
     for subject, fault in found:
         if fault is not None:
-            paragraphs([f"{subject} is broken: {fault.what}", f"  cure: {fault.cure}"])
+            print()
+            paragraphs([f"{subject} is broken: {fault.what}", *([f"  cure: {fault.cure}"] if fault.cure else [])])
 
 
 @contextmanager

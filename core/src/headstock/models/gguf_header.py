@@ -141,5 +141,7 @@ class _Reader:
             return self.text()
         if kind == ARRAY:
             kind, count = self.take("I"), self.take("Q")
-            return list(self.many(SCALARS[kind], count)) if kind in SCALARS else [self.value(kind) for _ in range(count)]
+            if kind in SCALARS:
+                return list(self.many(SCALARS[kind], count))
+            return [self.value(kind) for _ in range(count)]
         return self.take(SCALARS[kind])

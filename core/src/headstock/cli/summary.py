@@ -1,0 +1,40 @@
+"""What a run tells the person at the terminal, on standard error: who runs and why, on what memory, how fast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headstock.cli.settings import Settings
+from headstock.cli.tables import note
+
+if TYPE_CHECKING:
+    from headstock.engine.generate import Timing
+    from headstock.runner.runner import ModelRunner
+
+
+def tell_choice(settings: Settings, runner: ModelRunner) -> None:
+    """What was asked for, who serves each role and why, and what memory goes to."""
+    served: dict[str, list[str]] = {}
+    for choice in runner.decision.choices:
+        for winner in choice.winners:
+            served.setdefault(f"{winner.backend} ({winner.source}), {winner.why}", []).append(choice.requirement.where)
+    needs = [choice.requirement for choice in runner.decision.choices if choice.requirement.cached]
+    caches = dict.fromkeys(f"page size {need.page_size}, {need.kv_layout}, {need.kv_dtype}" for need in needs)
+    if asked := settings.asked():
+        note(f"asked for: {', '.join(asked)}")
+    for who, roles in served.items():
+        note(f"{', '.join(roles)}: {who}")
+    note(f"KV cache: {'; '.join(caches)}")
+    note(f"memory: {', '.join(' '.join(line.split()) for line in runner.memory.lines())}")
+    for notice in runner.notices:
+        note(f"notice: {notice}")
+
+
+def tell_speed(timing: Timing) -> None:
+    """Tokens per second by phase. The first token of an answer counts as the prompt's."""
+    phases = [
+        ("prompt", timing.prefill_tokens, timing.prefill_seconds),
+        ("output", timing.decode_tokens, timing.decode_seconds),
+    ]
+    said = [f"{name} {tokens} tokens, {tokens / seconds:.1f} tokens/s" for name, tokens, seconds in phases if seconds]
+    note("; ".join(said))
