@@ -25,7 +25,7 @@ def conflict(
     sets = [alternatives for group in groups for alternatives in group.alternatives]
     barren = next((each for each in sets if not any(role.entries for role in each)), None)
     what = _unserved(barren, field, refused, ranking.policy) if barren else _apart(groups)
-    cure = _choice_that_works(requirements, field, ranking) or _nearest_flags(barren or [], refused)
+    cure = _choice_that_works(requirements, field, ranking)
     return f"{what}; type: {cure or 'headstock explain --all'}"
 
 
@@ -94,15 +94,6 @@ def _instead(fixed: list[str], pick: Pick, requirements: Sequence[Requirement], 
         values = {entry.candidate.name for entry in entries if entry}
     flags = [each if each in (PAGE_SIZE, LAYOUT) else flag(each) for each in fixed]
     return f"{flags[0]} {values.pop()}" if len(values) == 1 else f"the same without {', '.join(flags)}"
-
-
-def _nearest_flags(roles: list[Role], refused: Sequence[Refusal]) -> str:
-    """The flags that would suit the refused record with the fewest failing axes, if flags can do it."""
-    misses = [miss for role in roles for each in _of(role, refused) for miss in each.nearest]
-    for miss in sorted(misses, key=lambda miss: len(miss.mismatches)):
-        if all(mismatch.remedy.startswith("--") for mismatch in miss.mismatches):
-            return " ".join(mismatch.remedy for mismatch in miss.mismatches)
-    return ""
 
 
 def _of(role: Role, refused: Sequence[Refusal]) -> list[Refusal]:

@@ -40,7 +40,8 @@ class NearMiss(_Record):
     mismatches: tuple[Mismatch, ...]
 
     def __str__(self) -> str:
-        return "; ".join(str(mismatch) for mismatch in self.mismatches)
+        remedies = dict.fromkeys(mismatch.remedy for mismatch in self.mismatches)
+        return f"{'; '.join(map(str, self.mismatches))}; try {', '.join(remedies)}"
 
 
 class Refusal(_Record):

@@ -46,12 +46,16 @@ class Plugin:
 
     def candidates(self) -> list[Candidate]:
         """What this plugin puts forward; a plugin that did not load stands in under its own name, with its fault."""
-        base = Candidate(
-            name=canonical(self.name), fault=self.fault, distribution=self.distribution, version=self.version
-        )
-        if not self.offers:
-            return [base] if self.fault else []
-        return [base.model_copy(update={"name": offer.name, "offer": offer}) for offer in self.offers]
+        return [
+            Candidate(
+                name=offer.name if offer else canonical(self.name),
+                offer=offer,
+                fault=self.fault,
+                distribution=self.distribution,
+                version=self.version,
+            )
+            for offer in self.offers or ([None] if self.fault else [])
+        ]
 
 
 def discover(allow: Iterable[str] | None = None) -> list[Candidate]:

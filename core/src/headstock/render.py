@@ -47,7 +47,7 @@ def error_lines(decision: Decision) -> str:
     if stuck and str(stuck[0]) not in decision.conflict:
         lines.append(f"  needed: {stuck[0]}")
     for refusal in refused[:NEAREST]:
-        lines.append(f"  {wheres[refusal.group, refusal.role]}: {refusal.backend}: {_in_one_line(refusal)}")
+        lines.append(f"  {wheres[refusal.group, refusal.role]}: {refusal.backend}: {refusal.fault or refusal.closest}")
     lines += [f"  every backend lacks {line}" for line in lacking(decision)[:2]]
     return "\n".join(lines + _more(len(refused) - NEAREST))
 
@@ -118,13 +118,6 @@ def _refused(refusal: Refusal, wheres: dict[Key, str], all: bool) -> Iterator[st
         yield f"{where}: {refusal.backend} ({miss.record}; {refusal.source})"
         for mismatch in miss.mismatches:
             yield f"  {mismatch}; try {mismatch.remedy}"
-
-
-def _in_one_line(refusal: Refusal) -> str:
-    if refusal.closest is None:
-        return str(refusal.fault)
-    remedies = dict.fromkeys(mismatch.remedy for mismatch in refusal.closest.mismatches)
-    return f"{refusal.closest}; try {', '.join(remedies)}"
 
 
 def _section(title: str, lines: Iterable[str]) -> list[str]:

@@ -43,11 +43,14 @@ def backends(axis: AxisNames = None, json: JSON = False) -> None:
 
 
 def _matrix(candidate: Candidate, offer: Offer, axes: list[str]) -> None:
-    """One backend: its axes downward, its records across."""
+    """One backend: axes downward, records across; what every record leaves at its default fits one line."""
     aliases = f", also called {', '.join(offer.aliases)}" if offer.aliases else ""
-    columns = [_cells(record, axes) for record in offer.capabilities]
-    rows = [[name, *cells] for name, *cells in zip(axes, *columns, strict=True)]
+    defaults = {name: Capabilities.model_fields[name].default for name in axes}
+    declared = [name for name in axes if any(getattr(each, name) != defaults[name] for each in offer.capabilities)]
+    columns = [_cells(record, declared) for record in offer.capabilities]
+    rows = [[name, *cells] for name, *cells in zip(declared, *columns, strict=True)]
     table(["axis", *map(str, offer.capabilities)], rows, title=f"{offer.name} ({candidate.source}){aliases}")
+    paragraphs(["by default: " + ", ".join(f"{name} {_cell(defaults[name])}" for name in axes if name not in declared)])
 
 
 def _cells(record: Capabilities, axes: list[str]) -> list[str]:

@@ -84,9 +84,11 @@ def read_file(file: Path) -> dict[str, Any]:
     for name in PATHS:
         if isinstance(written.get(name), str):
             written[name] = file.parent / written[name]
-    tables = written.get("backend_option", {})
-    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-        raise HeadstockError(f"{file}: backend-option", given=repr(tables), works="a table [backend-option.NAME]")
+    if "backend_option" in written:
+        tables = written["backend_option"]
+        if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+            raise HeadstockError(f"{file}: backend-option", given=repr(tables), works="a table [backend-option.NAME]")
+        written["backend_option"] = {canonical(name): table for name, table in tables.items()}
     return written
 
 

@@ -1,0 +1,320 @@
+"""`headstock generate` on a small random model and a plain backend of its own, against the library called directly."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from io import TextIOWrapper
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from headstock.cli.main import main
+from headstock.engine.generate import Generator
+from headstock.engine.sampling import SamplingParams
+from headstock.engine.tokenizer import Tokenizer as ModelTokenizer
+from headstock.models.config import ModelConfig
+from headstock.models.llama import weight_shapes
+from headstock.runner.runner import ModelRunner
+
+START = "from headstock.cli.main import main; main()"
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<answer>"
+BACKEND = '''
+"""Attention one request and head at a time, in float64: slow and plain."""
+import pydantic, torch
+from headstock import AttentionBackend, Capabilities, Offer, hookimpl, ANY
+
+
+class Options(pydantic.BaseModel):
+    upcast: bool = True
+
+
+class Plain(AttentionBackend):
+    def init_forward_metadata(self, batch):
+        batch.metadata = None
+
+    def forward(self, q, k, v, layer, batch, *, out, lse=None):
+        layer.kv.write(k, v, batch.out_cache_loc)
+        size, group = self.spec.page_size, self.spec.num_heads // self.spec.num_kv_heads
+        for row in range(batch.num_reqs):
+            start, end = batch.query_indptr[row : row + 2].tolist()
+            length = int(batch.seq_lens[row])
+            at = torch.arange(length)
+            keys, values = layer.kv.gather(batch.page_table[row, at // size].long() * size + at % size)
+            keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", q[start:end].double(), keys) * self.spec.scale
+            scores += torch.full((end - start, length), -torch.inf).triu(length - (end - start) + 1)
+            out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+
+
+@hookimpl
+def attention_backends():
+    can = Capabilities(
+        devices={"cpu"}, phases={"extend", "decode"}, attention={"paged"}, dtypes={"float32", "bfloat16"},
+        head_dims={8}, page_sizes={4, 16}, kv_layouts={"nhd"},
+    )
+    return [Offer(name="plain", aliases=("simple",), backend=Plain, options=Options, capabilities=can)]
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model folder with random weights and a tokenizer of bytes; its context holds 64 tokens."""
+    folder = tmp_path_factory.mktemp("model")
+    vocabulary = Tokenizer(models.BPE())
+    vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    vocabulary.train_from_iterator([], trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet))
+    vocabulary.save(str(folder / "tokenizer.json"))
+    config = {
+        "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+        "dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}), encoding="utf-8")
+    random = torch.Generator().manual_seed(0)
+    shapes = weight_shapes(ModelConfig.from_folder(folder))
+    save_file(
+        {name: torch.randn(shape, generator=random) * 0.3 for name, shape in shapes.items()},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+@pytest.fixture
+def plain(tmp_path, monkeypatch):
+    """Installs the plain backend, as the only plugin that the test sees."""
+    module, info = f"plain_{uuid.uuid4().hex}", tmp_path / "site" / "plain_dist-1.0.dist-info"
+    info.mkdir(parents=True)
+    (tmp_path / "site" / f"{module}.py").write_text(BACKEND, encoding="utf-8")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-dist\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(f"[headstock]\nplain = {module}\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("HEADSTOCK_PLUGINS", "plain")
+
+
+@pytest.fixture
+def generate(plain, model, monkeypatch, capsys, tmp_path):
+    """Runs `headstock generate` on the model in this process: (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        named = [] if "--model" in arguments else ["--model", model]
+        monkeypatch.setattr(sys, "argv", ["headstock", "generate", *map(str, [*arguments, *named, "--device", "cpu"])])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def directly(plain, model):
+    """What the library says to (text, params) pairs, each alone."""
+
+    def answer(*asked: tuple[str, SamplingParams]) -> list[str]:
+        runner, tokenizer = ModelRunner(model, max_batch=1), ModelTokenizer.from_folder(model)
+        generator = Generator(runner, tokenizer)
+        return [generator.generate([tokenizer.encode(text)], params)[0].text for text, params in asked]
+
+    return answer
+
+
+def jsonl(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def test_a_prompt_is_answered_as_a_chat_or_continued(generate, directly):
+    params = SamplingParams(max_tokens=12)
+    chat, raw = directly(("<user>Hello<answer>", params), ("Hello", params))
+    assert chat != raw
+    code, out, err = generate("Hello", "--max-tokens", 12)
+    assert (code, out) == (0, chat + "\n")
+    for told in (
+        "extend, decode: plain (plain-dist 1.0)",
+        "the only one that can",
+        "page size 16",
+        "tokens/s",
+        "memory:",
+    ):
+        assert told in err
+    assert generate("Hello", "--raw", "--max-tokens", 12, "--quiet") == (0, raw + "\n", "")
+
+
+def test_flags_reach_the_sampler(generate, directly):
+    flags = ["--temperature", 1.5, "--top-k", 50, "--top-p", 0.9, "--min-p", 0.01, "--seed", 5, "--max-tokens", 20]
+    params = SamplingParams(temperature=1.5, top_k=50, top_p=0.9, min_p=0.01, seed=5, max_tokens=20)
+    (expected,) = directly(("Once", params))
+    assert generate("Once", "--raw", "--quiet", *flags)[1] == expected + "\n"
+    assert expected != directly(("Once", SamplingParams(max_tokens=20)))[0]
+
+
+def test_stop_strings_end_the_text(generate, directly):
+    flags = ["--temperature", 2.0, "--seed", 3, "--max-tokens", 40]
+    (whole,) = directly(("abc", SamplingParams(temperature=2.0, seed=3, max_tokens=40)))
+    stop = next(letter for letter in whole[4:] if letter.isascii() and letter.isprintable() and letter not in whole[:4])
+    out = generate("abc", "--raw", "--quiet", *flags, "--stop", stop)[1]
+    assert out == whole[: whole.index(stop)] + "\n"
+
+
+def test_a_file_of_prompts_becomes_a_line_each_in_order(generate, directly, tmp_path):
+    texts = [f"prompt {i}" for i in range(5)]
+    sampling = [{"max_tokens": 20 - 3 * i, "temperature": 1.0, "seed": i} for i in range(5)]
+    records = [{"prompt": text, **own} for text, own in zip(texts, sampling, strict=True)]
+    code, out, _ = generate("--prompt-file", jsonl(tmp_path / "in.jsonl", *records), "--raw", "--max-batch", 2)
+    lines = [json.loads(line) for line in out.splitlines()]
+    expected = directly(*((text, SamplingParams(**own)) for text, own in zip(texts, sampling, strict=True)))
+    assert code == 0
+    assert [line["text"] for line in lines] == expected
+    assert [(line["version"], line["index"], line["prompt"]) for line in lines] == [(1, i, texts[i]) for i in range(5)]
+    assert [line["prompt_tokens"] for line in lines] == [8] * 5
+    assert {line["finish_reason"] for line in lines} == {"length"}
+
+
+def test_messages_output_file_and_json(generate, directly, tmp_path):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    file, output = jsonl(tmp_path / "in.jsonl", {"messages": messages}), tmp_path / "out.jsonl"
+    code, out, _ = generate("--prompt-file", file, "--output", output, "--max-tokens", 5)
+    (line,) = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert (code, out, line["messages"]) == (0, "", messages)
+    assert [line["text"]] == directly(("<system>Be brief.<user>Hi<answer>", SamplingParams(max_tokens=5)))
+    alone = json.loads(generate("Hi", "--json", "--raw", "--max-tokens", 5)[1])
+    assert (alone["prompt"], alone["tokens"], alone["error"]) == ("Hi", 5, None)
+
+
+def test_standard_input(generate, directly, monkeypatch, tmp_path):
+    (tmp_path / "prompt").write_text("päth", encoding="utf-8")
+    with TextIOWrapper((tmp_path / "prompt").open("rb"), encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        _, out, _ = generate("-", "--raw", "--quiet", "--max-tokens", 6)
+    assert [out] == [text + "\n" for text in directly(("päth", SamplingParams(max_tokens=6)))]
+
+
+def test_choices_reach_negotiation_and_their_origin_is_told(generate, tmp_path):
+    (tmp_path / "headstock.toml").write_text('page-size = 4\nmax-tokens = 2\ndtype = "bfloat16"\n', encoding="utf-8")
+    code, _, err = generate("Hi", "--attention-backend", "Simple")
+    assert code == 0
+    assert "page size 4, nhd, bfloat16" in err
+    assert f"{tmp_path / 'headstock.toml'}: page-size 4" in err
+    assert "--attention-backend Simple" in err
+    assert "asked for (--attention-backend)" in err
+    assert "output 1 tokens" in err
+
+
+def test_a_decision_pins_a_run(generate, model, plain, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["headstock", "explain", "--model", str(model), "--page-size", "4", "--json"])
+    with pytest.raises(SystemExit):
+        main()
+    pinned = tmp_path / "decision.json"
+    pinned.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert "page size 4" in generate("Hi", "--max-tokens", 1, "--decision", pinned)[2]
+    code, out, err = generate("Hi", "--decision", pinned, "--dtype", "bfloat16")
+    assert (code, out) == (2, "")
+    assert "dtype" in err
+
+
+def test_options_of_a_backend(generate):
+    assert generate("Hi", "--max-tokens", 1, "--backend-option", "simple.upcast=false")[0] == 0
+    for option, told in (("plain.upcast=maybe", "upcast"), ("plain.up_cast=1", "upcast"), ("plane.upcast=1", "plain")):
+        code, out, err = generate("Hi", "--backend-option", option)
+        assert (code, out) == (2, ""), err
+        assert told in err
+
+
+def refused(outcome, told):
+    """Whether a run ended with a refusal that tells so much, in at most eight lines and without a traceback."""
+    code, out, err = outcome
+    assert (code, out) == (2, "")
+    assert err.startswith("headstock: ")
+    assert "Traceback" not in err
+    assert err.count("\n") <= 8
+    return told in err
+
+
+GOOD_LINE = '{"prompt": "fine"}\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "--prompt-file FILE"),
+        (["Hi", "--prompt-file", "x.jsonl"], "both"),
+        ([""], "empty"),
+        ([" \n "], "empty"),
+        (["Hi", "--temperature", "-0.5"], "--temperature"),
+        (["Hi", "--temperature", "nan"], "--temperature"),
+        (["Hi", "--temperature", "inf"], "--temperature"),
+        (["Hi", "--top-p", "0"], "--top-p"),
+        (["Hi", "--top-p", "nan"], "--top-p"),
+        (["Hi", "--min-p", "2"], "--min-p"),
+        (["Hi", "--top-k", "-1"], "--top-k"),
+        (["Hi", "--seed", "-1"], "--seed"),
+        (["Hi", "--max-tokens", "0"], "--max-tokens"),
+        (["Hi", "--stop", ""], "--stop"),
+        (["Hi", "--page-size", "0"], "--page-size"),
+        (["Hi", "--page-size", "8"], "page_sizes"),
+        (["Hi", "--kv-layout", "hnd"], "kv_layouts"),
+        (["Hi", "--kv-dtype", "float8_e4m3fn"], "kv_dtypes"),
+        (["Hi", "--dtype", "float16"], "dtypes"),
+        (["Hi", "--attention-backend", "plian"], "'plain', perhaps"),
+        (["Hi", "--kv-tokens", "0"], "--kv-tokens"),
+        (["Hi", "--kv-tokens", "4"], "--kv-tokens"),
+        (["Hi", "--max-context", "65"], "at most 64"),
+        (["Hi", "--output", "/no/such/folder/out"], "/no/such/folder/out"),
+        (["x" * 64, "--raw"], "64 tokens"),
+        (["Hi", "--model", "/no/such/model"], "/no/such/model"),
+        (["--prompt-file", "/no/such/prompts"], "/no/such/prompts"),
+    ],
+)
+def test_bad_flags_are_refused_with_a_cure(generate, arguments, told):
+    assert refused(generate(*arguments), told)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "holds no prompt"),
+        (GOOD_LINE + "{'prompt': 1}\n", "bad.jsonl:2 is not JSON"),
+        (GOOD_LINE + "\n[1]\n", "bad.jsonl:3"),
+        (GOOD_LINE + '{"prompt": "  "}', "bad.jsonl:2 is empty"),
+        (GOOD_LINE + '{"prompt": 7}', "bad.jsonl:2"),
+        ('{"prompt": "a", "messages": []}', "bad.jsonl:1"),
+        ('{"messages": []}', "bad.jsonl:1"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "--raw"),
+        (GOOD_LINE + '{"prompt": "a", "temperature": -1}', "bad.jsonl:2: temperature"),
+        (GOOD_LINE + '{"prompt": "a", "temprature": 1}', "temperature, perhaps"),
+        (b"\xff\xfe", "bad.jsonl"),
+    ],
+)
+def test_bad_lines_are_refused_with_their_number(generate, tmp_path, content, told):
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert refused(generate("--prompt-file", file, "--raw"), told)
+
+
+def test_a_backend_that_cannot_is_refused_before_torch_is_imported(plain, model, tmp_path):
+    manifest = BACKEND[BACKEND.index("@hookimpl") :].replace("backend=Plain, options=Options", 'backend="a.b:C"')
+    header = "from headstock import Capabilities, Offer, hookimpl\n\n\n"
+    (path,) = (tmp_path / "site").glob("plain_*.py")
+    path.write_text(header + manifest, encoding="utf-8")
+    code = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); " + START
+    command = [sys.executable, "-c", code, "generate", "Hi", "--model", model, "--page-size", "8", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+
+
+def test_a_real_process_streams_and_ends_well(plain, model):
+    command = [sys.executable, "-c", START, "generate", "Hi", "--model", model, "--max-tokens", "4", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n")
+    assert "Traceback" not in done.stderr
