@@ -74,15 +74,10 @@ def test_header_agrees_with_the_gguf_package(tmp_path, architecture, rope):
 
 
 def test_tied_embeddings_and_biases_are_seen(tmp_path):
-    plain, other = write(tmp_path / "plain.gguf"), write(tmp_path / "other.gguf", tied=False, biased=True)
-    assert (GGUFHeader(plain).config()["tie_word_embeddings"], GGUFHeader(plain).config()["attention_bias"]) == (
-        True,
-        False,
-    )
-    assert (GGUFHeader(other).config()["tie_word_embeddings"], GGUFHeader(other).config()["attention_bias"]) == (
-        False,
-        True,
-    )
+    plain = GGUFHeader(write(tmp_path / "plain.gguf")).config()
+    other = GGUFHeader(write(tmp_path / "other.gguf", tied=False, biased=True)).config()
+    assert (plain["tie_word_embeddings"], plain["attention_bias"]) == (True, False)
+    assert (other["tie_word_embeddings"], other["attention_bias"]) == (False, True)
 
 
 def test_the_scale_of_llama3_factors_is_read(tmp_path):

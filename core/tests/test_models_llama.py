@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from torch import Tensor
+
 from headstock.models.config import ModelConfig
 from headstock.models.llama import Llama, weight_bytes, weight_shapes
 from headstock.models.registry import model_class
 from headstock.models.weights import WeightSource
-from torch import Tensor
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,18 +18,23 @@ if TYPE_CHECKING:
 
 
 class Answers:
-    """Where answers go: streamed as text, or a JSON line each, in the order of the prompts."""
+    """Where answers go: streamed as text, or a JSON line each, in the order of the prompts.
 
-    def __init__(self, out: TextIO, prompts: Sequence[Prompt], as_json: bool):
-        self.out, self.prompts, self.as_json = out, prompts, as_json
+    `before` runs once, ahead of the first answer: what is refused until then is refused without another word.
+    """
+
+    def __init__(self, out: TextIO, prompts: Sequence[Prompt], as_json: bool, before: Callable[[], None]):
+        self.out, self.prompts, self.as_json, self.before = out, prompts, as_json, before
         self.waiting: dict[int, Completion] = {}
-        self.written = self.done = 0
+        self.begun, self.written, self.done = False, 0, 0
 
     def on_text(self, index: int, text: str) -> None:
+        self._begin()
         if not self.as_json:
             print(text, end="", flush=True, file=self.out)
 
     def on_done(self, index: int, completion: Completion) -> None:
+        self._begin()
         self.done += 1
         if not self.as_json:
             print(file=self.out, flush=True)
@@ -38,6 +43,11 @@ class Answers:
         while (ready := self.waiting.pop(self.written, None)) is not None:
             print(json.dumps(self._line(ready), ensure_ascii=False), file=self.out, flush=True)
             self.written += 1
+
+    def _begin(self) -> None:
+        if not self.begun:
+            self.begun = True
+            self.before()
 
     def _line(self, completion: Completion) -> dict[str, Any]:
         content = self.prompts[self.written].content

@@ -15,7 +15,7 @@ from headstock.offer import Candidate, Offer
 from headstock.plugins import discover
 from headstock.refusals import words
 
-AxisNames = Annotated[list[str] | None, typer.Option("--axis", help="only this axis; may be repeated")]
+AxisNames = Annotated[list[str] | None, typer.Option("--axis", metavar="NAME", help="only this axis; may be repeated")]
 
 
 def backends(axis: AxisNames = None, json: JSON = False) -> None:

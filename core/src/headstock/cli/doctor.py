@@ -26,7 +26,7 @@ from headstock.offer import Fault, canonical
 from headstock.plugins import ALLOW_LIST, GROUP, installed
 from headstock.requires import missing_packages
 
-Timeout = Annotated[float, typer.Option(min=0.1, help="seconds that a plugin may take to load")]
+Timeout = Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="seconds that a plugin may take to load")]
 
 
 def doctor(timeout: Timeout = 60.0, config: Config = None, json: JSON = False) -> None:
@@ -90,11 +90,11 @@ def _plugins(timeout: float) -> list[dict[str, Any]]:
         examined = list(pool.map(lambda name: _examine(timeout, name), names))
     outcomes = zip(names, examined, strict=True)
     reports = [report for name, outcome in outcomes for report in _reports(points[name], outcome)]
-    # Only a look at all of them together finds two that clash; those known to be broken stay out of this process.
-    healthy = [report["name"] for report in reports if not report["faults"]]
-    for plugin in installed(healthy):
+    # Only a look at all of them together finds two that clash; what did not live to list its backends stays out.
+    survived = [report["name"] for report in reports if report["backends"] or not report["faults"]]
+    for plugin in installed(survived):
         for report in reports:
-            if report["name"] == plugin.name and plugin.fault:
+            if report["name"] == plugin.name and plugin.fault and _as_json(plugin.fault) not in report["faults"]:
                 report["faults"].append(_as_json(plugin.fault))
     return reports
 

@@ -16,7 +16,9 @@ from headstock.negotiate import negotiate
 from headstock.plugins import discover
 from headstock.render import explain as account
 
-AssumeGPU = Annotated[str | None, typer.Option(help="decide for this GPU, such as h200, whether or not it is here")]
+AssumeGPU = Annotated[
+    str | None, typer.Option(metavar="GPU", help="decide for this GPU, such as h200, whether or not it is here")
+]
 All = Annotated[bool, typer.Option("--all", help="every refusal, not only the nearest")]
 AsJSON = Annotated[bool, typer.Option("--json", help="print the decision, which --decision pins")]
 

@@ -33,9 +33,13 @@ if TYPE_CHECKING:
     from headstock.engine.tokenizer import Tokenizer
     from headstock.runner.runner import ModelRunner
 
-Text = Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="the prompt; - reads it from standard input")]
-File = Annotated[Path | None, typer.Option(help="JSONL: a prompt or messages per line, with sampling of their own")]
-Output = Annotated[Path | None, typer.Option(help="write a JSON line per prompt to this file, not to standard output")]
+Text = Annotated[str | None, typer.Argument(metavar="PROMPT", help="the prompt; - reads it from standard input")]
+File = Annotated[
+    Path | None, typer.Option(metavar="PATH", help="JSONL: a prompt or messages per line, with sampling of their own")
+]
+Output = Annotated[
+    Path | None, typer.Option(metavar="PATH", help="write a JSON line per prompt to this file, not to standard output")
+]
 AsJSON = Annotated[bool, typer.Option("--json", help="write a JSON line per prompt; --prompt-file does so anyway")]
 Raw = Annotated[bool, typer.Option("--raw", help="continue the text; by default the model answers it, if it can chat")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="nothing but the text")]
@@ -58,11 +62,9 @@ def generate(
     prompts = read_prompts(prompt, prompt_file, settings.sampling)
     as_json = json or output is not None or prompt_file is not None
     runner, tokenizer = _load(settings, len(prompts), shown=not quiet and sys.stderr.isatty())
-    if not quiet:
-        tell_choice(settings, runner)
     ids = [_encode(tokenizer, each, raw) for each in prompts]
     with opened(output) as out:
-        answers = Answers(out, prompts, as_json)
+        answers = Answers(out, prompts, as_json, lambda: None if quiet else tell_choice(settings, runner))
         completions, timing = _run(runner, tokenizer, ids, answers, bar=as_json and not quiet and sys.stderr.isatty())
     if not quiet:
         tell_speed(timing)

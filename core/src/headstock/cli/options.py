@@ -64,7 +64,11 @@ class Limits(Options):
     )
 
 
-Config = Annotated[Path | None, typer.Option("--config", help="configuration file [default: found from here upward]")]
+METAVARS = {str: "TEXT", int: "N", float: "X", Path: "PATH"}
+
+Config = Annotated[
+    Path | None, typer.Option("--config", metavar="PATH", help="configuration file [default: found from here upward]")
+]
 JSON = Annotated[bool, typer.Option("--json", help="print a JSON document")]
 
 
@@ -102,11 +106,13 @@ def _flag(name: str, record: type[BaseModel]) -> inspect.Parameter:
     """A field as Typer takes a flag: None when not given, so that the configuration file and then the default count."""
     field = record.model_fields[name]
     default = field.get_default(call_default_factory=True)
-    shown = "" if default in (None, False, (), {}) else f" [default: {default}]"
-    help_text = f"{field.description}{shown}"
-    kind = _kind(field.annotation) | None
-    option = typer.Option(help=help_text, show_default=False)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
+    shown = "" if default is None or default is False or default in ((), {}) else f" [default: {default}]"
+    kind = _kind(field.annotation)
+    metavar = METAVARS.get(get_args(kind)[0] if get_args(kind) else kind)
+    option = typer.Option(help=f"{field.description}{shown}", metavar=metavar, show_default=False)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
 
 
 def _kind(annotation: Any) -> Any:

@@ -13,7 +13,9 @@ from headstock.cli.tables import NONE_INSTALLED, document, faults, note, table
 from headstock.errors import HeadstockError
 from headstock.plugins import Plugin, installed
 
-Hooks = Annotated[list[str] | None, typer.Option("--hook", help="only plugins with this hook, or with any of several")]
+Hooks = Annotated[
+    list[str] | None, typer.Option("--hook", metavar="NAME", help="only plugins with this hook, or with any of several")
+]
 COLUMNS = ("plugin", "status", "distribution", "backends", "hooks")
 
 

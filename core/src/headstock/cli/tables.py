@@ -33,10 +33,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = ""
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    shown.title, shown.title_justify, shown.title_style = title or None, "left", "bold"
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    shown.title, shown.title_justify, shown.title_style = Text(title) if title else None, "left", "bold"
     for number, column in enumerate(columns):
-        shown.add_column(column, overflow="fold", style="bold" if number == 0 else "")
+        shown.add_column(Text(column), overflow="fold", style="bold" if number == 0 else "")
     for row in rows:
         shown.add_row(*(Text(cell or "–", style=STYLES.get(cell or "–", "")) for cell in row))
     Console(highlight=False).print(shown)

@@ -107,7 +107,8 @@ class ModelConfig(_Record):
             head_dim = _divide(hf.hidden_size, heads, "hidden_size", "num_attention_heads")
         _divide(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
         if head_dim % 2:
-            raise ModelError("config.json: rotary embeddings need an even head_dim", given=f"head_dim={head_dim}")
+            given = f"head_dim={head_dim}, hidden_size={hf.hidden_size}, num_attention_heads={heads}"
+            raise ModelError("config.json: rotary embeddings need an even head_dim", given=given)
         if hf.dtype and hf.torch_dtype and hf.dtype != hf.torch_dtype:
             raise ModelError("config.json: dtype and torch_dtype disagree", given=f"{hf.dtype}, {hf.torch_dtype}")
         bias = hf.attention_bias and family.reads_attention_bias

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headstock.errors import ModelError
 from headstock.models.config import DType, ModelConfig
+from headstock.models.llama import weight_shapes
 from headstock.models.weights import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _write(source: Path, folder: Path, dtype: DType, progress: Progress | None) 
         progress("reading GGUF", 0, 1)
     file = GGUFFile(source)
     config = file.config() | {"dtype": dtype}
-    ModelConfig.from_hf(config)  # what could not be loaded is refused before it is written
+    _check(file, ModelConfig.from_hf(config))  # what could not be loaded is refused before it is written
     contents = {
         "config.json": config,
         "generation_config.json": {key: config[key] for key in ("bos_token_id", "eos_token_id")},
@@ -96,6 +97,15 @@ def _write(source: Path, folder: Path, dtype: DType, progress: Progress | None) 
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
     build_tokenizer(file.metadata).save(str(folder / "tokenizer.json"))
     _write_weights(folder, _converted(file, getattr(torch, dtype), progress))
+
+
+def _check(file: GGUFFile, config: ModelConfig) -> None:
+    expected, found = weight_shapes(config), file.shapes()
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            given = f"{list(found[name])}" if name in found else "no such tensor"
+            works = f"{list(expected[name])}" if name in expected else "none"
+            raise ModelError(f"{file.path}: {name} is not what the file's own keys ask for", given=given, works=works)
 
 
 def _converted(file: GGUFFile, dtype: torch.dtype, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:

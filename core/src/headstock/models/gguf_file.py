@@ -63,9 +63,8 @@ class GGUFFile:
         head_dim = self._key("attention.key_length", hidden // heads)
         for key in ("attention.value_length", "rope.dimension_count"):
             if self._key(key, head_dim) != head_dim:
-                raise ModelError(
-                    f"{self.path}: {key} must equal the head dimension", given=self._key(key), works=head_dim
-                )
+                given = f"{key}={self._key(key)}, head dimension {head_dim}"
+                raise ModelError(f"{self.path}: heads of several sizes are not supported", given=given)
         return {
             "model_type": self.architecture,
             "vocab_size": int(self._tensor("token_embd.weight").shape[1]),
@@ -83,6 +82,11 @@ class GGUFFile:
             "bos_token_id": self.metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._ends(),
         }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name to shape of every tensor, without reading any."""
+        names = [name for name in self.tensors if name != ROPE_FACTORS]
+        return {self._hf_name(name): tuple(map(int, reversed(self.tensors[name].shape))) for name in names}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Each tensor's Hugging Face name and its float32 values, one at a time."""
@@ -105,6 +109,8 @@ class GGUFFile:
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise ModelError(f"{self.path}: the key {self.architecture}.{key} is missing", works="a complete GGUF file")
+        if not isinstance(value, int | float) or not value > 0:
+            raise ModelError(f"{self.path}: {self.architecture}.{key} must be one positive number", given=repr(value))
         return value
 
     def _tensor(self, name: str) -> gguf.ReaderTensor:

@@ -30,18 +30,12 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     if pre not in PATTERNS and pre not in BYTE_LEVEL:
         works = ", ".join([*PATTERNS, *sorted(BYTE_LEVEL)])
         raise ModelError("this GGUF pre-tokenizer is not supported", given=f"tokenizer.ggml.pre={pre!r}", works=works)
-    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: index for index, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ", 1)) for merge in merges],
-            ignore_merges=pre in WHOLE_TOKENS_FIRST,
-        )
-    )
+    tokenizer = Tokenizer(_byte_pairs(metadata, ignore_merges=pre in WHOLE_TOKENS_FIRST))
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
     if PATTERNS.get(pre) == QWEN2:
         tokenizer.normalizer = normalizers.NFC()
+    tokens = metadata["tokenizer.ggml.tokens"]
     _add_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type", ()))
     _add_bos_and_eos(tokenizer, metadata, tokens, bos_by_default=pre in WHOLE_TOKENS_FIRST)
     return tokenizer
@@ -56,6 +50,16 @@ def tokenizer_config(metadata: dict[str, Any]) -> dict[str, Any]:
     if template := metadata.get("tokenizer.chat_template"):
         config["chat_template"] = template
     return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **config}
+
+
+def _byte_pairs(metadata: dict[str, Any], ignore_merges: bool) -> models.BPE:
+    try:
+        vocab = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+        merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+        return models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges)
+    except Exception as error:  # the library raises plain Exception for merges that do not fit the vocabulary
+        works = "a complete GGUF file, or the model's Hugging Face folder"
+        raise ModelError(f"this GGUF tokenizer cannot be rebuilt: {error}", works=works) from None
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:

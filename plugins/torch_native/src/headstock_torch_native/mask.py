@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 
-def distances(first: Tensor, keys: Tensor, query_len: int) -> Tensor:
+def distances(first: Tensor, keys: Tensor, queries: int) -> Tensor:
     """How many positions back each key lies, int64 [B, n, S], where positions are consecutive.
 
     first [B, 1] is the key index of each row's first query, keys [B, S] the key indices.
     """
-    queries = first + torch.arange(query_len, device=keys.device)
-    return queries[:, :, None] - keys[:, None, :]
+    indices = first + torch.arange(queries, device=keys.device)
+    return indices[:, :, None] - keys[:, None, :]
 
 
-def tree_distances(positions: Tensor, first: Tensor, keys: Tensor) -> Tensor:
+def tree_distances(first: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     """As `distances`, for new tokens that form a tree: positions [B, n] are absolute, siblings share one."""
     new = keys - first
     at = new.clamp(0, positions.shape[1] - 1)
@@ -23,21 +23,17 @@ def tree_distances(positions: Tensor, first: Tensor, keys: Tensor) -> Tensor:
     return positions[:, :, None] - key_positions[:, None, :]
 
 
-def visible(
-    distance: Tensor, valid: Tensor, *, causal: bool, window: int | None, tree: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
-    """Which keys each query sees, bool [B, n, S].
+def visible(distance: Tensor, *, ordered: bool, window: int | None) -> Tensor:
+    """Which keys each query sees by distance alone, bool [B, n, S]; a window of `w` shows 0 ≤ distance < w."""
+    seen = distance >= 0 if ordered else torch.ones_like(distance, dtype=torch.bool)
+    return seen if window is None else seen & (distance < window)
 
-    distance [B, n, S]; valid bool [B, S] marks the keys that exist. A window of `w` shows 0 ≤ distance < w. `tree` is a
-    mask bool [B, n, n] among new tokens, which replaces causality there, with each key's index among them, [B, S].
-    """
-    seen = valid[:, None, :].expand_as(distance)
-    if causal or window is not None:
-        seen = seen & (distance >= 0)
-    if tree is not None:
-        mask, new = tree
-        at = new.clamp(0, mask.shape[1] - 1)[:, None, :].expand_as(distance)
-        seen = torch.where((new >= 0)[:, None, :], mask.gather(2, at) & valid[:, None, :], seen)
-    if window is not None:
-        seen = seen & (distance < window)
-    return seen
+
+def tree_visible(
+    distance: Tensor, first: Tensor, keys: Tensor, mask: Tensor, *, ordered: bool, window: int | None
+) -> Tensor:
+    """As `visible`, where `mask` bool [B, n, n] replaces the order among new tokens; a window still bounds it."""
+    new = (keys - first)[:, None, :].expand_as(distance)
+    among_new = mask.gather(2, new.clamp(0, mask.shape[1] - 1))
+    seen = torch.where(new >= 0, among_new, visible(distance, ordered=ordered, window=None))
+    return seen if window is None else seen & (distance < window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +10,10 @@ from torch import Tensor
 
 from headstock import BackendSpec, ForwardBatch
 from headstock_torch_native.attend import sdpa_bias
-from headstock_torch_native.mask import distances, tree_distances, visible
+from headstock_torch_native.mask import distances, tree_distances, tree_visible, visible
 
-QUERY_CHUNK = 2048
-"""Most queries of one row in an extend block, so that a mask has at most this many rows."""
+CHUNK_ELEMENTS = 2**22
+"""Most elements of an extend block's mask, or of its scores over all heads: 16 MiB of float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +21,9 @@ class Block:
     """`rows` rows of `queries` queries each, from token `start` on, against `keys` keys each.
 
     loc int64 [rows × keys] says where each key lies, a cache slot or a row of the ragged keys; past a row's end it
-    repeats the last key, so that nothing unwritten is read. `seen` bool [rows, queries, keys] is None where every query
-    sees every key, and where they form the triangle of a prompt (`causal`). `bias` is `seen` as SDPA wants it,
-    `distance` int64 [rows, queries, keys] what ALiBi wants. `fused` says that SDPA may serve the block.
+    repeats the last key, so that nothing unwritten is read. A `fused` block attends by SDPA, which knows the triangle
+    of a prompt as `causal` and takes any other mask as `sdpa_bias` gives it; another attends by matrix products, with
+    a bool mask [rows, queries, keys] and, for ALiBi, `distance` of the same shape. No mask: every key is seen.
     """
 
     start: int
@@ -30,147 +31,151 @@ class Block:
     queries: int
     keys: int
     loc: Tensor
-    causal: bool
     fused: bool
-    seen: Tensor | None
-    bias: Tensor | None
-    distance: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """Which part of a batch a block is: rows first…last, queries `offset` … `offset + queries` of each, and its keys.
-
-    begin int64 [rows, 1] is each row's first key, `keys` the number from there on. `full`: every row has them all;
-    `nonempty`: every query sees one.
-    """
-
-    first: int
-    last: int
-    offset: int
-    queries: int
-    start: int
-    begin: Tensor
-    keys: int
-    full: bool
-    nonempty: bool
+    causal: bool = False
+    mask: Tensor | None = None
+    distance: Tensor | None = None
 
 
 def plan(spec: BackendSpec, batch: ForwardBatch, dtype: torch.dtype) -> list[Block]:
-    """A decode batch is one block, whatever its lengths; an extend batch is a block per row, or per chunk of one."""
-    extents = [_decode(spec, batch)] if batch.phase == "decode" else _extend(spec, batch)
-    return [_block(spec, batch, extent, dtype) for extent in extents]
-
-
-def _decode(spec: BackendSpec, batch: ForwardBatch) -> _Extent:
-    """All rows at once, as wide as the longest may be; the host need not know more than that."""
-    n, host = batch.query_len, batch.seq_lens_cpu
-    lens = batch.seq_lens.long()[:, None]
-    keys, begin = batch.max_seq_len, torch.zeros_like(lens)
-    if spec.window is not None and batch.query_mask is None and spec.window + n - 1 < keys:
-        keys = spec.window + n - 1
-        begin = (lens - keys).clamp_(min=0)
-    shortest = (n if batch.causal and batch.page_table is not None else 0) if host is None else int(host.min())
-    return _Extent(
-        first=0,
-        last=batch.num_reqs,
-        offset=0,
-        queries=n,
-        start=0,
-        begin=begin,
-        keys=max(keys, 1),
-        full=host is not None and shortest >= keys > 0,
-        nonempty=shortest >= (n if _ordered(spec, batch) else 1),
-    )
-
-
-def _extend(spec: BackendSpec, batch: ForwardBatch) -> list[_Extent]:
-    indptr, lens = batch.query_indptr_cpu, batch.seq_lens_cpu
-    assert indptr is not None and lens is not None, "the extend record declares exact host lengths"
-    starts, ordered = indptr.tolist(), _ordered(spec, batch) and batch.query_mask is None
-    extents = []
-    for row, total in enumerate(lens.tolist()):
-        queries = starts[row + 1] - starts[row]
-        chunk = QUERY_CHUNK if batch.query_mask is None else queries
-        for offset in range(0, queries, chunk):
-            count = min(chunk, queries - offset)
-            first = total - queries + offset  # the key that stands where the first query does
-            stop = max(first + count, 0) if ordered else total
-            begin = max(first - spec.window + 1, 0) if spec.window is not None and ordered else 0
-            extents.append(
-                _Extent(
-                    first=row,
-                    last=row + 1,
-                    offset=offset,
-                    queries=count,
-                    start=starts[row] + offset,
-                    begin=torch.full((1, 1), begin, dtype=torch.long, device=batch.seq_lens.device),
-                    keys=max(stop - begin, 1),
-                    full=stop > begin,
-                    nonempty=first >= 0 if ordered else total > 0,
-                )
-            )
-    return extents
-
-
-def _ordered(spec: BackendSpec, batch: ForwardBatch) -> bool:
-    """Whether a query sees no key after its own position."""
-    return batch.causal or spec.window is not None
-
-
-def _block(spec: BackendSpec, batch: ForwardBatch, extent: _Extent, dtype: torch.dtype) -> Block:
-    rows, queries, keys = extent.last - extent.first, extent.queries, extent.keys
-    lens = batch.seq_lens[extent.first : extent.last].long()[:, None]
-    indptr = batch.query_indptr[extent.first : extent.last + 1].long()
-    prefix = lens - indptr.diff()[:, None]
-    indices = extent.begin + torch.arange(keys, device=lens.device)
-    plain = extent.full and extent.nonempty and batch.query_mask is None
-    everything = plain and (queries == 1 or not _ordered(spec, batch))
-    causal = plain and not everything and queries == keys and (spec.window is None or spec.window >= keys)
-    seen = distance = None
-    if spec.alibi or not (everything or causal):
-        tree = None if batch.query_mask is None else _tree(batch, extent, indices - prefix)
-        if tree is None:
-            distance = distances(prefix + extent.offset, indices, queries)
-        else:
-            positions = batch.positions[extent.start : extent.start + rows * queries].view(rows, queries)
-            distance = tree_distances(positions, prefix, indices)
-        seen = visible(distance, indices < lens, causal=batch.causal, window=spec.window, tree=tree)
-    fused = extent.nonempty and batch.query_mask is None and not (spec.softcap or spec.sinks or spec.alibi)
-    masked = fused and seen is not None
-    return Block(
-        start=extent.start,
-        rows=rows,
-        queries=queries,
-        keys=keys,
-        loc=_locate(batch, extent, indices.minimum(lens - 1).clamp_(min=0)),
-        causal=causal,
-        fused=fused,
-        seen=seen,
-        bias=sdpa_bias(seen, spec.num_heads // spec.num_kv_heads, dtype) if masked and seen is not None else None,
-        distance=distance if spec.alibi else None,
-    )
-
-
-def _tree(batch: ForwardBatch, extent: _Extent, new: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows' masks among new tokens, bool [rows, q, q], and each key's index among those, [rows, keys]."""
-    assert batch.query_mask is not None
-    area = extent.queries**2
+    """One block for a decode batch, whatever its lengths; for an extend batch one or more per row."""
+    planner = _Planner(spec, batch, dtype)
     if batch.phase == "decode":
-        start = 0
-    else:
-        assert batch.query_indptr_cpu is not None
-        start = int((batch.query_indptr_cpu.diff()[: extent.first].long() ** 2).sum())
-    rows = extent.last - extent.first
-    mask = batch.query_mask[start : start + rows * area]
-    return mask.view(rows, extent.queries, extent.queries), new
+        return [planner.decode()]
+    return list(planner.extend() if batch.query_mask is None else planner.trees())
 
 
-def _locate(batch: ForwardBatch, extent: _Extent, indices: Tensor) -> Tensor:
-    """Key indices [rows, keys] as cache slots, or as rows of the ragged keys: int64 [rows × keys]."""
-    if batch.page_table is None:
+class _Planner:
+    """What the blocks of one batch have in common."""
+
+    def __init__(self, spec: BackendSpec, batch: ForwardBatch, dtype: torch.dtype):
+        self.spec, self.batch, self.dtype = spec, batch, dtype
+        self.ordered = batch.causal or spec.window is not None  # no query sees a key after its own position
+        self.fused = not (spec.softcap or spec.sinks or spec.alibi or spec.lse) and _all_have_keys(batch)
+        self.lens = batch.seq_lens.long()[:, None]
+        self.firsts = self.lens - batch.query_indptr.diff()[:, None]  # the key index of each row's first query
+
+    def decode(self) -> Block:
+        """All rows at once, as wide as the longest may be; the host need not know more than that."""
+        batch, window, n = self.batch, self.spec.window, self.batch.query_len
+        host, rows = batch.seq_lens_cpu, slice(0, batch.num_reqs)
+        keys = batch.max_seq_len if host is None else int(host.max())
+        begin: Tensor | int = 0
+        if window is not None and window + n - 1 < keys:
+            keys = window + n - 1
+            begin = (self.lens - keys).clamp_(min=0)
+        indices = begin + self.arange(0, keys)
+        full = host is not None and int(host.min()) >= keys
+        if full and batch.query_mask is None and (n == 1 or not self.ordered) and not self.spec.alibi:
+            return self.block(rows, 0, n, indices)
+        seen, distance = self.look(rows, 0, n, indices)
+        return self.block(rows, 0, n, indices, self.as_mask(seen & (indices < self.lens)[:, None]), distance)
+
+    def trees(self) -> Iterator[Block]:
+        """A block per row, seeing what its mask among new tokens says."""
+        area = 0
+        for row, start, n, total in self.rows():
+            rows, indices = slice(row, row + 1), self.arange(0, total)
+            seen, distance = self.look(rows, start, n, indices, area)
+            yield self.block(rows, start, n, indices, self.as_mask(seen), distance)
+            area += n * n
+
+    def extend(self) -> Iterator[Block]:
+        """A block per row, or several where its mask would be large."""
+        window, longest = self.spec.window, max(total for *_, total in self.rows())
+        size = CHUNK_ELEMENTS // max(longest, 1)
+        chunk = max(size if self.fused else size // self.spec.num_heads, 16)
+        corner = _Corner(self, min(chunk, self.batch.max_query_len), longest) if self.ordered else None
+        for row, start, n, total in self.rows():
+            triangle = self.fused and self.ordered and n == total and (window is None or window >= total)
+            maskless = triangle or (self.fused and not self.ordered)
+            for offset in range(0, n, n if maskless else chunk):
+                queries = n if maskless else min(chunk, n - offset)
+                first = total - n + offset  # the key that stands where the first query does
+                begin = 0 if window is None else max(first - window + 1, 0)
+                indices = self.arange(begin, max(first + queries, begin) if self.ordered else total)
+                mask = distance = None
+                if corner is not None and not triangle:
+                    mask, distance = corner.cut(queries, len(indices))
+                elif self.spec.alibi:
+                    distance = distances(self.firsts[row : row + 1] + offset, indices, queries)
+                yield self.block(slice(row, row + 1), start + offset, queries, indices, mask, distance, triangle)
+
+    def rows(self) -> Iterator[tuple[int, int, int, int]]:
+        """Each row of the batch: its number, first token, query length, and keys."""
+        indptr, lens = self.batch.query_indptr_cpu, self.batch.seq_lens_cpu
+        assert indptr is not None and lens is not None, "the extend record declares exact host lengths"
+        starts = indptr.tolist()
+        for row, total in enumerate(lens.tolist()):
+            yield row, starts[row], starts[row + 1] - starts[row], total
+
+    def look(self, rows: slice, start: int, n: int, indices: Tensor, area: int = 0) -> tuple[Tensor, Tensor]:
+        """Who sees whom, bool, and how far back it is, both [rows, n, keys]; their masks start at `area`."""
+        first, window, batch = self.firsts[rows], self.spec.window, self.batch
+        indices = indices.expand(len(first), -1)
+        if batch.query_mask is None:
+            distance = distances(first, indices, n)
+            return visible(distance, ordered=self.ordered, window=window), distance
+        tokens = len(first) * n
+        positions = batch.positions[start : start + tokens].view(-1, n)
+        mask = batch.query_mask[area : area + tokens * n].view(-1, n, n)
+        distance = tree_distances(first, indices, positions)
+        return tree_visible(distance, first, indices, mask, ordered=self.ordered, window=window), distance
+
+    def block(
+        self,
+        rows: slice,
+        start: int,
+        queries: int,
+        indices: Tensor,
+        mask: Tensor | None = None,
+        distance: Tensor | None = None,
+        causal: bool = False,
+    ) -> Block:
+        """The block of `rows` whose keys are `indices`, [keys] or [rows, keys]."""
+        keys, lens = indices.shape[-1], self.lens[rows]
+        loc = self.locate(rows, indices.minimum(lens - 1).clamp_(min=0))
+        return Block(start, len(lens), queries, keys, loc, self.fused, causal, mask, distance)
+
+    def locate(self, rows: slice, indices: Tensor) -> Tensor:
+        """Key indices [rows, keys] as cache slots, or as rows of the ragged keys: int64 [rows × keys]."""
+        batch = self.batch
+        if batch.page_table is not None:
+            pages = batch.page_table[rows].gather(1, indices // batch.page_size)
+            return (pages.long() * batch.page_size + indices % batch.page_size).flatten()
         assert batch.kv_indptr is not None
-        return (batch.kv_indptr[extent.first : extent.last].long()[:, None] + indices).flatten()
-    table = batch.page_table[extent.first : extent.last]
-    pages = table.gather(1, indices // batch.page_size).long()
-    return (pages * batch.page_size + indices % batch.page_size).flatten()
+        first = batch.kv_indptr[:-1][rows].long()[:, None]
+        return (first + indices).minimum(batch.kv_indptr[-1:] - 1).flatten()  # the last row may have no key at all
+
+    def as_mask(self, seen: Tensor) -> Tensor:
+        """Visibility in the form that the chosen way to attend takes."""
+        return sdpa_bias(seen, self.spec.num_heads // self.spec.num_kv_heads, self.dtype) if self.fused else seen
+
+    def arange(self, begin: int, stop: int) -> Tensor:
+        return torch.arange(begin, stop, device=self.lens.device)
+
+
+class _Corner:
+    """The one mask that every ordered extend block is a corner of.
+
+    Such a block is right-aligned, its last query standing at its last key; what is seen depends on how far a query and
+    a key are from there, and on nothing else.
+    """
+
+    def __init__(self, planner: _Planner, queries: int, keys: int):
+        last = planner.lens.new_tensor([[keys - queries]])
+        self.distance = distances(last, planner.arange(0, keys)[None], queries)
+        self.mask = planner.as_mask(visible(self.distance, ordered=True, window=planner.spec.window))
+        self.queries, self.keys = queries, keys
+
+    def cut(self, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+        """Mask and distance of the last `queries` queries and `keys` keys."""
+        corner = (slice(None), slice(self.queries - queries, None), slice(self.keys - keys, None))
+        return self.mask[corner], self.distance[corner]
+
+
+def _all_have_keys(batch: ForwardBatch) -> bool:
+    """Whether no row is without a key, whose zero output SDPA could not promise if what it reads is NaN."""
+    if batch.seq_lens_cpu is not None:
+        return int(batch.seq_lens_cpu.min()) > 0
+    return batch.causal and batch.out_cache_loc is not None  # new tokens are keys
