@@ -80,7 +80,7 @@ class Problem:
         """
         exact = torch.finfo(torch.promote_types(self.q.dtype, torch.float32)).eps
         logits = exact * self.spec.head_dim * float(self.q.abs().max()) * 5.0 * self.spec.scale
-        return 5.0 * (2 * torch.finfo(self.q.dtype).eps + 2 * logits), logits + 16 * exact
+        return 5.0 * (2 * torch.finfo(self.q.dtype).eps + 2 * logits), logits + 16 * torch.finfo(torch.float32).eps
 
 
 def make_problem(
@@ -145,7 +145,7 @@ def make_problem(
 
 def make_spec(fields: dict[str, Any], *, tokens: int, context: int) -> BackendSpec:
     """A small spec for a problem: `fields` over defaults, with the limits that the problem needs."""
-    small = {"device": "cpu", "dtype": "float32", "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    small: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     if fields.get("attention") != "ragged":
         small |= {"page_size": 4, "kv_layout": "nhd"}
     given = small | fields
@@ -184,9 +184,9 @@ def _tokens(spec: BackendSpec, count: int, random: torch.Generator) -> tuple[Ten
     """q, k and v of `count` tokens, as strided views of one fused projection."""
     widths = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim]
     fused = torch.randn(count, sum(widths), generator=random, dtype=torch.float64)
-    q, k, v = fused.to(torch_dtype(spec.dtype)).to(spec.device).split(widths, dim=1)
+    q, k, v = torch.split(fused.to(torch_dtype(spec.dtype)).to(spec.device), widths, dim=1)
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    return q.unflatten(1, (heads, -1)), k.unflatten(1, (kv_heads, -1)), v.unflatten(1, (kv_heads, -1))
+    return q.view(count, heads, -1), k.view(count, kv_heads, -1), v.view(count, kv_heads, -1)
 
 
 def _fill(

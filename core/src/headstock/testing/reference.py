@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headstock.backend import BackendSpec
 from headstock.batch import ForwardBatch
+from headstock.kv.layout import PagedView
 from headstock.layer import AttentionLayer
 
 
@@ -54,9 +55,9 @@ def attention(
 
 def _cached(layer: AttentionLayer, batch: ForwardBatch, row: int, length: int) -> tuple[Tensor, Tensor]:
     """A row's keys [length, Hkv, D] and values [length, Hkv, Dv] from its pages."""
-    assert layer.kv is not None and batch.page_table is not None, "paged attention has a cache and a page table"
-    pages = batch.page_table[row].tolist()
-    k, v = layer.kv.k, layer.kv.v  # type: ignore[attr-defined]
+    assert isinstance(layer.kv, PagedView), "keys that are not given are in a paged cache"
+    assert batch.page_table is not None, "and the batch has a page table"
+    pages, k, v = batch.page_table[row].tolist(), layer.kv.k, layer.kv.v
     slots = [(pages[j // batch.page_size], j % batch.page_size) for j in range(length)]
     if not slots:
         return torch.zeros(0, *k.shape[2:]).double(), torch.zeros(0, *v.shape[2:]).double()

@@ -23,22 +23,22 @@ def sdpa_bias(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
 
 
 def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, bias: Tensor | None, causal: bool, scale: float, v_scale: float
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, mask: Tensor | None, causal: bool, scale: float, v_scale: float
 ) -> None:
-    """Attends by `scaled_dot_product_attention` into out [B, n, Hq, Dv]; `bias` from `sdpa_bias`."""
+    """Attends by `scaled_dot_product_attention` into out [B, n, Hq, Dv]; `mask` from `sdpa_bias`."""
     rows, n, heads, _ = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if rows == 1 and n > 1:  # key heads as the batch, each expanded over its group: is_causal and one mask serve all
-        q = q[0].unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
+        q = grouped(q, kv_heads)[0]
         k, v = k[0, :, None].expand(-1, group, -1, -1), v[0, :, None].expand(-1, group, -1, -1)
-        result = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale)
+        result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
         result = result[None]
     else:
         q = fold(q, kv_heads)
-        result = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale)
-        result = result.unflatten(2, (group, n))
+        result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+        result = result.view(rows, kv_heads, group, n, -1)
     if v_scale != 1.0:
         result = result * v_scale
     grouped(out, kv_heads).copy_(result)
@@ -51,7 +51,7 @@ def matmul(
     out: Tensor,
     lse: Tensor | None,
     *,
-    seen: Tensor | None,
+    mask: Tensor | None,
     distance: Tensor | None,
     scale: float,
     v_scale: float,
@@ -61,25 +61,26 @@ def matmul(
 ) -> None:
     """Attends in float32 (float64 for float64) with every axis, into out [B, n, Hq, Dv] and lse [B, n, Hq].
 
-    seen bool [B, n, S], None where every key is visible; distance [B, n, S] as ALiBi needs it; sinks, slopes [Hq].
+    mask bool [B, n, S], None where every key is visible; distance [B, n, S] as ALiBi needs it; sinks, slopes [Hq].
     """
-    n, kv_heads = q.shape[1], k.shape[2]
-    per_head = (kv_heads, q.shape[2] // kv_heads, 1, 1)
+    rows, n, heads, _ = q.shape
+    keys, kv_heads = k.shape[1:3]
+    per_head = (kv_heads, heads // kv_heads, 1, 1)
     exact = torch.promote_types(q.dtype, torch.float32)
     scores = fold(q, kv_heads).to(exact) @ k.permute(0, 2, 3, 1).to(exact) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.unflatten(2, (-1, n))  # [B, Hkv, G, n, S]
+    scores = scores.view(rows, kv_heads, heads // kv_heads, n, keys)
     if slopes is not None and distance is not None:
-        scores = scores - slopes.view(per_head) * distance[:, None, None]
-    if seen is not None:
-        scores = scores.masked_fill(~seen[:, None, None], NOTHING)
+        scores = scores - slopes.view(per_head).to(exact) * distance[:, None, None]
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None], NOTHING)
     total = scores.logsumexp(-1, keepdim=True)
     empty = total == NOTHING
     if sinks is not None:
         total = torch.logaddexp(total, sinks.view(per_head).to(exact)).masked_fill(empty, NOTHING)
     weights = (scores - total.masked_fill(empty, 0.0)).exp_()
-    result = (weights.flatten(2, 3) @ v.transpose(1, 2).to(exact)).unflatten(2, (-1, n))
+    result = (weights.flatten(2, 3) @ v.transpose(1, 2).to(exact)).view(*weights.shape[:-1], -1)
     # an empty row's weights are 0, but what it read may be NaN
     grouped(out, kv_heads).copy_((result * v_scale).masked_fill(empty, 0.0))
     if lse is not None:
@@ -93,4 +94,5 @@ def fold(q: Tensor, kv_heads: int) -> Tensor:
 
 def grouped(x: Tensor, kv_heads: int) -> Tensor:
     """[B, n, Hq, D] → its view [B, Hkv, G, n, D]."""
-    return x.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    rows, n, heads, dim = x.shape
+    return x.view(rows, n, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from headstock import AttentionBackend, AttentionLayer, BackendSpec, ForwardBatch, Workspace
+from headstock.errors import HeadstockError
 from headstock_torch_native.attend import matmul, sdpa
 from headstock_torch_native.plan import Block, plan
 
@@ -14,11 +17,12 @@ class TorchNative(AttentionBackend):
     """Attention in plain torch, on any device: SDPA where it can serve, matrix products in float32 elsewhere.
 
     A plan is a list of blocks (see `plan`). Keys are gathered slot by slot, never past a row's length, so bits left in
-    unused slots cannot reach an output.
+    unused slots cannot reach an output. Raises HeadstockError for a spec that its offer does not cover.
     """
 
     def __init__(self, spec: BackendSpec, workspace: Workspace):
         super().__init__(spec, workspace)
+        _check(spec)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -28,37 +32,57 @@ class TorchNative(AttentionBackend):
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: AttentionLayer, batch: ForwardBatch, *,
         out: Tensor, lse: Tensor | None = None,
     ) -> None:  # fmt: skip
-        if layer.kv is not None and k is not None:
+        if lse is not None and not self.spec.lse:
+            raise HeadstockError("this instance was made without log-sum-exp", works="BackendSpec(lse=True)")
+        if layer.kv is not None and k is not None and batch.out_cache_loc is not None:
             layer.kv.write(k, v, batch.out_cache_loc)
         for block in batch.metadata:
             self._attend(block, q, *self._read(block, k, v, layer), layer, out, lse)
+
+    def describe(self, batch: ForwardBatch) -> Mapping[str, str | int | bool]:
+        """The way to attend ("sdpa" or "matmul"), and into how many blocks the batch was cut."""
+        blocks: list[Block] = batch.metadata
+        return {"kernel": "sdpa" if blocks[0].fused else "matmul", "blocks": len(blocks)}
 
     def _read(self, block: Block, k: Tensor | None, v: Tensor | None, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
         """A block's keys and values, [rows, keys, Hkv, D] and [rows, keys, Hkv, Dv], in a dtype to compute with."""
         if layer.kv is not None:
             k, v = layer.kv.gather(block.loc)
-        else:
-            assert k is not None and v is not None, "ragged attention is given its keys and values"
+        elif k is not None and v is not None:
             k, v = k.index_select(0, block.loc), v.index_select(0, block.loc)
-        if k.itemsize == 1:  # FP8: exact in the model's dtype, its scales are applied later
+        if k is None or v is None:
+            raise HeadstockError(
+                "ragged attention has no cache to read from", given="k or v is None", works="both given"
+            )
+        if k.itemsize == 1:  # FP8 is exact in any wider dtype; its scales are applied to the scores and the output
             k, v = k.to(self.dtype), v.to(self.dtype)
-        return k.unflatten(0, (block.rows, block.keys)), v.unflatten(0, (block.rows, block.keys))
+        return k.view(block.rows, block.keys, *k.shape[1:]), v.view(block.rows, block.keys, *v.shape[1:])
 
     def _attend(
         self, block: Block, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, out: Tensor, lse: Tensor | None
     ) -> None:
-        rows = slice(block.start, block.start + block.rows * block.queries)
-        shape = (block.rows, block.queries)
-        q, out = q[rows].unflatten(0, shape), out[rows].unflatten(0, shape)
-        scale = self.spec.scale * layer.k_scale
-        if block.fused and lse is None:
-            sdpa(q, k, v, out, bias=block.bias, causal=block.causal, scale=scale, v_scale=layer.v_scale)
+        spec = self.spec
+        q, out = block.part(q), block.part(out)
+        scale = spec.scale * layer.k_scale
+        if block.fused:
+            sdpa(q, k, v, out, mask=block.mask, causal=block.causal, scale=scale, v_scale=layer.v_scale)
             return
-        seen = block.seen
-        if block.causal:
-            seen = torch.ones(block.queries, block.keys, dtype=torch.bool, device=q.device).tril_()[None]
         matmul(
-            q, k, v, out, None if lse is None else lse[rows].unflatten(0, shape), seen=seen, distance=block.distance,
-            scale=scale, v_scale=layer.v_scale, softcap=self.spec.softcap, sinks=layer.sinks,
-            slopes=layer.alibi_slopes,
+            q, k, v, out, None if lse is None else block.part(lse), mask=block.mask, distance=block.distance,
+            scale=scale, v_scale=layer.v_scale, softcap=spec.softcap, sinks=layer.sinks, slopes=layer.alibi_slopes,
         )  # fmt: skip
+
+
+def _check(spec: BackendSpec) -> None:
+    """Refuses what the plan would otherwise leave out silently."""
+    kv_dtypes = (spec.dtype, "float8_e4m3fn", "float8_e5m2")
+    for what, asked, works in [
+        ("mla attention", spec.attention == "mla", "paged or ragged attention"),
+        ("captured graphs", bool(spec.graph_buckets), "eager steps"),
+        ("shared prefix levels", spec.max_levels > 0, "max_levels=0"),
+        ("batch invariance", spec.batch_invariant, "batch_invariant=False"),
+        (f"a {spec.kv_dtype} cache", spec.kv_dtype not in kv_dtypes, " or ".join(kv_dtypes)),
+        (f"{spec.num_heads}/{spec.num_kv_heads} heads", spec.num_heads % spec.num_kv_heads != 0, "a whole ratio"),
+    ]:
+        if asked:
+            raise HeadstockError(f"torch-native does not offer {what}", works=works)

