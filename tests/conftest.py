@@ -50,22 +50,19 @@ class Environment:
 
     def pip(self, *arguments: object) -> str:
         """Runs the pip of these tests on this environment, without the package index; what it prints."""
-        command = [sys.executable, "-m", "pip", "--python", self.python, *arguments]
-        return subprocess.run(list(map(str, command)), env=clean(), capture_output=True, text=True, check=True).stdout
+        return run(sys.executable, "-m", "pip", "--python", self.python, *arguments, cwd=self.folder).stdout
 
-    def run(self, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-        """Runs a command installed here, outside the checkout, and expects it to exit with `code`."""
-        program, *rest = map(str, arguments)
-        done = subprocess.run(
-            [self.folder / "bin" / program, *rest], cwd=self.folder, env=clean(), capture_output=True, text=True
-        )
-        assert done.returncode == code, done.stderr
-        return done
+    def run(self, program: str, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+        """Runs a program installed here, outside the checkout, and expects it to exit with `code`."""
+        return run(self.folder / "bin" / program, *arguments, cwd=self.folder, code=code)
 
 
-def clean() -> dict[str, str]:
-    """This process's environment variables without those that change what is imported or discovered."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HEADSTOCK_PLUGINS")}
+def run(*command: object, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs a command without the variables that change what is imported or discovered, and expects the exit `code`."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HEADSTOCK_PLUGINS")}
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == code, f"{command[0]} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    return done
 
 
 @pytest.fixture(scope="session")
@@ -83,8 +80,7 @@ def build(tmp_path_factory):
         wheels = []
         for folder in folders:
             out = tmp_path_factory.mktemp("wheel")
-            command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", out, folder]
-            subprocess.run(command, check=True, capture_output=True)
+            run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", out, folder, cwd=out)
             wheels += out.iterdir()
         return wheels
 

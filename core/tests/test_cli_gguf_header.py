@@ -81,7 +81,7 @@ def test_tied_embeddings_and_biases_are_seen(tmp_path):
 
 
 def test_the_scale_of_llama3_factors_is_read(tmp_path):
-    path = write(tmp_path / "model.gguf", factors=[1.0, 1.0, 3.5, 8.0], tied=False)
+    path = write(tmp_path / "model.gguf", factors=[1.0, 1.0, 2.6946, 8.0], tied=False)
     rope = ModelConfig.from_hf(GGUFHeader(path).config()).rope
     assert (rope.rope_type, rope.factor, rope.original_max_position_embeddings) == ("llama3", 8.0, 8192)
 

@@ -225,7 +225,7 @@ def test_a_truncated_file_is_refused_and_leaves_nothing(keep, tmp_path):
     source, cache = write_gguf(tmp_path / "model.gguf", random_model()), tmp_path / "cache"
     content = source.read_bytes()
     source.write_bytes(content[: keep if isinstance(keep, int) else int(len(content) * keep)])
-    with pytest.raises(ModelError, match="damaged or not a GGUF file"):
+    with pytest.raises(ModelError, match="damaged"):
         convert(source, cache)
     assert list(cache.iterdir()) == []
 

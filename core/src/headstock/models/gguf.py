@@ -100,7 +100,7 @@ def _write(source: Path, folder: Path, dtype: DType, progress: Progress | None) 
 
 
 def _check(file: GGUFFile, config: ModelConfig) -> None:
-    expected, found = weight_shapes(config), file.shapes()
+    expected, found = weight_shapes(config), file.hf_shapes()
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             given = f"{list(found[name])}" if name in found else "no such tensor"
@@ -112,7 +112,7 @@ def _converted(file: GGUFFile, dtype: torch.dtype, progress: Progress | None) ->
     for done, (name, tensor) in enumerate(file.weights(), start=1):
         yield name, tensor.to(dtype)
         if progress:
-            progress("converting GGUF", done, len(file.tensors))
+            progress("converting GGUF", done, len(file.names))
 
 
 def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:

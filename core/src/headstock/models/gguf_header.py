@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headstock.errors import ModelError
 
@@ -17,15 +18,23 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 TEXT, ARRAY = 8, 9
 
 
+class Stored(NamedTuple):
+    """Where and how a tensor lies in the file: GGML's number for its type, and its first byte."""
+
+    kind: int
+    start: int
+
+
 class GGUFHeader:
     """What a GGUF file says of its model: `metadata` by key, `shapes` by tensor name, the slowest dimension first.
 
-    Raises ModelError for a file that cannot be read, is damaged, or holds no model that is supported.
+    `stored` says where each tensor lies. Raises ModelError for a file that cannot be read, is damaged, or holds no
+    model that is supported.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self._rope_factor = 1.0
+        self._rope_factors: tuple[float, ...] = ()
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 self._read(_Reader(content))
@@ -37,10 +46,19 @@ class GGUFHeader:
         if self.architecture not in ARCHITECTURES:
             works = ", ".join(ARCHITECTURES)
             raise ModelError(f"{path}: this architecture is not supported", given=self.architecture, works=works)
+        for key in ("split.count", f"{self.architecture}.expert_count"):
+            if self.metadata.get(key, 0) > 1:
+                given, works = f"{key}={self.metadata[key]}", "one dense file"
+                raise ModelError(f"{path}: this kind of GGUF file is not supported", given=given, works=works)
 
     def config(self) -> dict[str, Any]:
         """The content of the Hugging Face `config.json` of this model."""
         hidden, heads = self._key("embedding_length"), self._key("attention.head_count")
+        head_dim = self._key("attention.key_length", hidden // heads)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if self._key(key, head_dim) != head_dim:
+                given = f"{key}={self._key(key)}, head dimension {head_dim}"
+                raise ModelError(f"{self.path}: heads of several sizes are not supported", given=given)
         if "token_embd.weight" not in self.shapes:
             raise ModelError(f"{self.path}: the tensor token_embd.weight is missing", works="a complete GGUF file")
         return {
@@ -51,12 +69,12 @@ class GGUFHeader:
             "num_hidden_layers": self._key("block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": self._key("attention.head_count_kv", heads),
-            "head_dim": self._key("attention.key_length", hidden // heads),
+            "head_dim": head_dim,
             "max_position_embeddings": self._key("context_length"),
             "rms_norm_eps": self._key("attention.layer_norm_rms_epsilon"),
             "attention_bias": self.architecture == "llama" and "blk.0.attn_q.bias" in self.shapes,
             "tie_word_embeddings": "output.weight" not in self.shapes,
-            "rope_parameters": self._rope(),
+            "rope_parameters": self._rope(head_dim),
             "bos_token_id": self.metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._ends(),
         }
@@ -73,16 +91,20 @@ class GGUFHeader:
         for _ in range(tensors):
             name = reader.text()
             self.shapes[name] = tuple(reader.take("Q") for _ in range(reader.take("I")))[::-1]
-            _, offsets[name] = reader.take("I"), reader.take("Q")
-        if ROPE_FACTORS in offsets:
-            alignment = self.metadata.get("general.alignment", 32)
-            reader.at = -(-reader.at // alignment) * alignment + offsets[ROPE_FACTORS]
-            self._rope_factor = max(reader.many("f", self.shapes[ROPE_FACTORS][0]))
+            offsets[name] = Stored(reader.take("I"), reader.take("Q"))
+        alignment = self.metadata.get("general.alignment", 32)
+        base = -(-reader.at // alignment) * alignment
+        self.stored = {name: Stored(kind, base + offset) for name, (kind, offset) in offsets.items()}
+        if ROPE_FACTORS in self.stored:
+            reader.at = self.stored[ROPE_FACTORS].start
+            self._rope_factors = reader.many("f", self.shapes[ROPE_FACTORS][0])
 
     def _key(self, key: str, default: float | None = None) -> Any:
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise ModelError(f"{self.path}: the key {self.architecture}.{key} is missing", works="a complete GGUF file")
+        if not isinstance(value, int | float) or not value > 0:
+            raise ModelError(f"{self.path}: {self.architecture}.{key} must be one positive number", given=repr(value))
         return value
 
     def _ends(self) -> list[int]:
@@ -90,25 +112,42 @@ class GGUFHeader:
         ids = [self.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")]
         return list(dict.fromkeys(index for index in ids if index is not None))
 
-    def _rope(self) -> dict[str, Any]:
-        """The position embedding; factors stored as a tensor are Llama 3's, whose largest is its scale."""
+    def _rope(self, head_dim: int) -> dict[str, Any]:
+        """The position embedding; factors stored as a tensor must be Llama 3's, whose largest is its scale."""
         theta = self._key("rope.freq_base", 10_000.0)
-        if ROPE_FACTORS in self.shapes:
-            return {
-                "rope_type": "llama3",
-                "rope_theta": theta,
-                "factor": round(self._rope_factor, 3),
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            }
-        kind = self._key("rope.scaling.type", "none")  # type: ignore[arg-type]
+        kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
+        if self._rope_factors:
+            return self._llama3_rope(theta, head_dim)
         if kind == "none":
             return {"rope_type": "default", "rope_theta": theta}
+        if kind not in ("linear", "yarn"):
+            raise ModelError(f"{self.path}: this rope scaling is not supported", given=kind, works="none, linear, yarn")
         scaled = {"rope_type": kind, "rope_theta": theta, "factor": self._key("rope.scaling.factor")}
         if kind == "yarn":
             scaled["original_max_position_embeddings"] = self._key("rope.scaling.original_context_length")
         return scaled
+
+    def _llama3_rope(self, theta: float, head_dim: int) -> dict[str, Any]:
+        """Llama 3's scaling from the factors stored in its place, where the published constants explain them."""
+        factor, low, high, original = round(max(self._rope_factors), 3), 1.0, 4.0, 8192
+
+        def explained(index: int) -> float:
+            """The factor by which the published rule divides a frequency: 1 where it is high, all where it is low."""
+            turns: float = original * theta ** (-2 * index / head_dim) / (2 * math.pi)
+            smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+            return 1 / ((1 - smooth) / factor + smooth)
+
+        near = (math.isclose(f, explained(i), rel_tol=1e-3) for i, f in enumerate(self._rope_factors))
+        if len(self._rope_factors) != head_dim // 2 or not all(near):
+            raise ModelError(f"{self.path}: {ROPE_FACTORS} is not Llama 3's", works="the model's Hugging Face folder")
+        return {
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": original,
+        }
 
 
 class _Reader:

@@ -186,7 +186,11 @@ def _tokens(spec: BackendSpec, count: int, random: torch.Generator) -> tuple[Ten
     fused = torch.randn(count, sum(widths), generator=random, dtype=torch.float64)
     q, k, v = torch.split(fused.to(torch_dtype(spec.dtype)).to(spec.device), widths, dim=1)
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    return q.view(count, heads, -1), k.view(count, kv_heads, -1), v.view(count, kv_heads, -1)
+    return (
+        q.view(count, heads, spec.head_dim),
+        k.view(count, kv_heads, spec.head_dim),
+        v.view(count, kv_heads, spec.v_head_dim),
+    )
 
 
 def _fill(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headstock import ANY, Capabilities, Offer, hookimpl
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "devices": {"cpu", "cuda"},
     "attention": {"paged", "ragged"},
     "dtypes": {"float32", "float16", "bfloat16", "float64"},
@@ -27,7 +29,7 @@ COMMON = {
 @hookimpl
 def attention_backends() -> list[Offer]:
     """The one backend of this plugin: extend walks over requests on the host, decode is batched."""
-    extend = Capabilities(phases={"extend"}, host_lengths="exact", **COMMON)
-    decode = Capabilities(phases={"decode"}, host_lengths="bound", query_lens=ANY, **COMMON)
+    extend = Capabilities(**COMMON | {"phases": {"extend"}, "host_lengths": "exact"})
+    decode = Capabilities(**COMMON | {"phases": {"decode"}, "host_lengths": "bound", "query_lens": ANY})
     backend = "headstock_torch_native.backend:TorchNative"
     return [Offer(name="torch-native", aliases=("torch",), backend=backend, capabilities=(extend, decode))]
