@@ -1,4 +1,4 @@
-"""What the workspace's tests share: its members, wheels of them, fresh environments to install those in, a small model."""
+"""What the workspace's tests share: its members, wheels of them, fresh environments to install in, a small model."""
 
 from __future__ import annotations
 

@@ -96,7 +96,11 @@ def test_a_third_party_plugin_appears_runs_when_asked_for_and_disappears(site, t
 
     plugins = json.loads(site.run("headstock", "plugins", "--json").stdout)["plugins"]
     [listed] = [plugin for plugin in plugins if plugin["name"] == "faceplate"]
-    assert (listed["status"], listed["distribution"], listed["backends"]) == ("ok", "faceplate-attention", ["faceplate"])
+    assert (listed["status"], listed["distribution"], listed["backends"]) == (
+        "ok",
+        "faceplate-attention",
+        ["faceplate"],
+    )
 
     theirs, ours = site.run(*command, "faceplate"), site.run(*command, "torch-native")
     assert "faceplate (faceplate-attention 2.3)" in theirs.stderr

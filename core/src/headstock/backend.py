@@ -157,7 +157,7 @@ class AttentionBackend(ABC):
         self.init_forward_metadata(batch)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Device-only planning, recorded into the graph and run after the hooks above when eager; nothing by default."""
+        """Device-only planning, recorded into the graph, or run after the hooks above when eager; by default none."""
         return
 
     def describe(self, batch: ForwardBatch) -> Mapping[str, str | int | bool]:

@@ -113,6 +113,7 @@ class ForwardBatch:
         if phase is None:
             phase = "decode" if uniform and int(q_lens[0]) == 1 else "extend"
         _check(q_lens, kv_lens, page_table, page_size, phase, uniform, causal and write)
+        _check_extras(q_lens, kv_lens, positions, query_mask, max_seq_len, num_real_reqs)
         if device is None:
             device = page_table.device if page_table is not None else torch.device("cpu")
 
@@ -241,3 +242,24 @@ def _check(
             "the page table is too narrow",
             given=f"{table.shape[1]} pages of {page_size} per row for {int(kv_lens.max())} keys",
         )
+
+
+def _check_extras(
+    q_lens: Tensor,
+    kv_lens: Tensor,
+    positions: Tensor | None,
+    query_mask: Tensor | None,
+    max_seq_len: int | None,
+    num_real_reqs: int | None,
+) -> None:
+    tokens, pairs, longest = int(q_lens.sum()), int((q_lens * q_lens).sum()), int(kv_lens.max())
+    if positions is not None and positions.shape != (tokens,):
+        raise HeadstockError("positions are one per token", given=list(positions.shape), works=f"[{tokens}]")
+    if query_mask is not None and query_mask.shape != (pairs,):
+        raise HeadstockError(
+            "a query mask is flat, new × new tokens per row", given=list(query_mask.shape), works=f"[{pairs}]"
+        )
+    if max_seq_len is not None and max_seq_len < longest:
+        raise HeadstockError("max_seq_len is an upper bound", given=f"{max_seq_len} for {longest} keys")
+    if num_real_reqs is not None and not 0 <= num_real_reqs <= len(q_lens):
+        raise HeadstockError("num_real_reqs counts rows of the batch", given=f"{num_real_reqs} of {len(q_lens)}")

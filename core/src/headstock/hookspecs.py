@@ -23,7 +23,7 @@ def attention_backends() -> list[Offer]:  # type: ignore[empty-body]
 
 @hookspec
 def on_decision(decision: Decision) -> None:
-    """Called once the backends are chosen, before anything is loaded."""
+    """Called once the backends are chosen and have passed their probes, before weights are loaded."""
 
 
 @hookspec

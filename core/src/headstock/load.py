@@ -13,7 +13,7 @@ import pydantic
 from headstock.backend import AttentionBackend
 from headstock.errors import PluginError
 from headstock.offer import Candidate, Offer, describe_validation_error
-from headstock.plugins import describe_fault
+from headstock.plugins import describe_fault, stdout_to_stderr
 
 if TYPE_CHECKING:
     from headstock.kv.layout import KVLayout
@@ -30,7 +30,7 @@ def load_backend(candidate: Candidate) -> type[AttentionBackend]:
     """
     offer = candidate.offer
     assert offer is not None, "a candidate without an offer has no class"
-    backend = resolve(offer.backend, f"the backend {offer.name}")
+    backend = resolve(offer.backend, f"the backend {offer.name} ({candidate.source})")
     problem = _problem(backend, offer)
     if problem:
         where = f"{backend.__module__}.{backend.__qualname__}" if isinstance(backend, type) else repr(backend)
@@ -47,13 +47,23 @@ def load_layout(name: str, candidates: Iterable[Candidate]) -> type[KVLayout]:
 
     if name in BUILTIN_LAYOUTS:
         return BUILTIN_LAYOUTS[name]
-    for candidate in candidates:
-        if candidate.offer is not None and name in candidate.offer.kv_layouts:
-            layout = resolve(candidate.offer.kv_layouts[name], f"the KV layout {name}")
-            if isinstance(layout, type) and issubclass(layout, KVLayout):
-                return layout
-            raise PluginError(f"the KV layout {name} of {candidate.source} is no KVLayout", given=repr(layout))
-    raise PluginError(f"no plugin brings the KV layout {name!r}", works=", ".join(BUILTIN_LAYOUTS))
+    brought = {
+        candidate.offer.kv_layouts[name]: candidate.source
+        for candidate in candidates
+        if candidate.offer is not None and name in candidate.offer.kv_layouts
+    }
+    if not brought:
+        raise PluginError(f"no plugin brings the KV layout {name!r}", works=", ".join(BUILTIN_LAYOUTS))
+    if len(brought) > 1:
+        raise PluginError(f"two plugins bring a KV layout {name!r}", given=" and ".join(brought.values()))
+    [(target, source)] = brought.items()
+    layout = resolve(target, f"the KV layout {name} of {source}")
+    if not (isinstance(layout, type) and issubclass(layout, KVLayout)):
+        raise PluginError(f"the KV layout {name} of {source} is no KVLayout", given=repr(layout))
+    if missing := sorted(layout.__abstractmethods__):
+        raise PluginError(f"the KV layout {name} of {source} leaves {', '.join(missing)} unwritten")
+    checked: type[KVLayout] = layout
+    return checked
 
 
 def load_options(offer: Offer, given: Mapping[str, Any]) -> Any:
@@ -82,11 +92,12 @@ def resolve(target: Any, what: str) -> Any:
         return target
     module, _, name = target.partition(":")
     try:
-        return getattr(import_module(module), name)
+        with stdout_to_stderr():
+            return getattr(import_module(module), name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise PluginError(f"{what} does not load: {describe_fault(error)}", given=target) from error
+        raise PluginError(f"{what} does not load: {describe_fault(error).what}", given=target) from error
 
 
 def _problem(backend: Any, offer: Offer) -> str:
@@ -98,12 +109,19 @@ def _problem(backend: Any, offer: Offer) -> str:
     hooks = [name for name in vars(AttentionBackend) if not name.startswith("_")]
     own = {name for cls in backend.__mro__ if cls not in AttentionBackend.__mro__ for name in vars(cls)}
     for name in sorted(own):
-        if name.startswith(HOOK_PREFIXES) and name not in hooks:
+        if name.startswith(HOOK_PREFIXES) and name not in hooks and inspect.isroutine(getattr(backend, name)):
             near = difflib.get_close_matches(name, hooks, 1, cutoff=0.3)
             return f"{name!r} is no hook; did you mean {near[0]!r}?" if near else f"{name!r} is no hook"
     declared = frozenset().union(*(record.extra_inputs for record in offer.capabilities))
-    parameters = inspect.signature(backend.forward).parameters.values()
-    taken = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"out", "lse"}
+    signature = inspect.signature(backend.forward)
+    kinds = {parameter.name: parameter.kind for parameter in signature.parameters.values()}
+    taken = {name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY} - {"out", "lse"}
     if taken != declared:
         return f"forward takes the extra inputs {sorted(taken)}, its capabilities declare {sorted(declared)}"
+    if inspect.Parameter.VAR_KEYWORD in kinds.values():
+        return "forward takes any keyword, so that a misspelt one would pass"
+    try:
+        signature.bind("self", "q", "k", "v", "layer", "batch", out="out", lse="lse", **{name: name for name in taken})
+    except TypeError as error:
+        return f"forward cannot be called with (q, k, v, layer, batch, *, out, lse): {error}"
     return ""

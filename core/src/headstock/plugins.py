@@ -23,6 +23,7 @@ import pluggy
 import pydantic
 
 from headstock import hookspecs
+from headstock.errors import HeadstockError
 from headstock.offer import API_VERSION, Candidate, Fault, Offer, canonical, describe_validation_error
 from headstock.requires import missing_packages
 
@@ -69,15 +70,34 @@ def discover(allow: Iterable[str] | None = None) -> list[Candidate]:
 
 def installed(allow: Iterable[str] | None = None) -> list[Plugin]:
     """Every installed plugin, loaded in isolation, sorted by name and distribution."""
-    points = sorted(metadata.entry_points(group=GROUP), key=lambda point: (canonical(point.name), _source(point)))
+    points = sorted(entry_points(), key=lambda point: (canonical(point.name), _source(point)))
     wanted = _allowed(points, allow)
     versions: dict[str, str | None] = {}
     plugins = []
     for point in points:
         if wanted(point.name):
-            clash = [other for other in points if other != point and canonical(other.name) == canonical(point.name)]
-            plugins.append(_load(point, clash, versions))
+            namesakes = [other for other in points if canonical(other.name) == canonical(point.name)]
+            plugins.append(_load(point, namesakes, versions))
     return _refuse_twins(plugins)
+
+
+def entry_points() -> list[metadata.EntryPoint]:
+    """What is installed under the group, the first on the path of each distribution; nothing is imported.
+
+    Damaged metadata, of whatever distribution, costs only the one it belongs to, and a warning.
+    """
+    try:
+        return list(metadata.entry_points(group=GROUP))
+    except Exception:  # one unreadable entry_points.txt hides all
+        found: dict[str, metadata.EntryPoints] = {}
+        for distribution in metadata.distributions():
+            name = distribution.metadata["Name"] or "?"
+            try:
+                found.setdefault(canonical(name), distribution.entry_points.select(group=GROUP))
+            except Exception as error:
+                cure = f"pip install --force-reinstall {name}"
+                warnings.warn(f"the entry points of {name} are damaged ({error}); {cure}", stacklevel=4)
+        return [point for points in found.values() for point in points]
 
 
 def _allowed(points: list[metadata.EntryPoint], allow: Iterable[str] | None) -> Callable[[str], bool]:
@@ -86,8 +106,9 @@ def _allowed(points: list[metadata.EntryPoint], allow: Iterable[str] | None) -> 
         if ALLOW_LIST not in os.environ:
             return lambda name: True
         allow = os.environ[ALLOW_LIST].split(",")
-    names = {canonical(name.strip()) for name in allow if name.strip() and not name.strip().startswith("-")}
-    denied = {canonical(name.strip()[1:]) for name in allow if name.strip().startswith("-")}
+    given = [name.strip() for name in allow]
+    names = {canonical(name) for name in given if name and not name.startswith("-")}
+    denied = {canonical(name[1:]) for name in given if name.startswith("-")}
     known = {canonical(point.name) for point in points}
     for name in sorted((names | denied) - known):
         near = difflib.get_close_matches(name, known, 1)
@@ -98,30 +119,32 @@ def _allowed(points: list[metadata.EntryPoint], allow: Iterable[str] | None) -> 
     return lambda name: canonical(name) in names - denied
 
 
-def _load(point: metadata.EntryPoint, clash: list[metadata.EntryPoint], versions: dict[str, str | None]) -> Plugin:
-    distribution = point.dist.name if point.dist else ""
+def _load(point: metadata.EntryPoint, namesakes: list[metadata.EntryPoint], versions: dict[str, str | None]) -> Plugin:
+    distribution = _source(point)
     plugin: dict[str, Any] = {
         "name": point.name,
         "distribution": distribution,
-        "version": point.dist.version if point.dist else "",
+        "version": (point.dist.version if point.dist else "") or "",
         "module": point.value,
     }
-    if clash:
-        both = " and ".join(sorted({distribution, *(_source(other) for other in clash)}))
-        what = f"the plugin name {point.name!r} is taken by more than one distribution: {both}"
+    if len(namesakes) > 1:
+        what = f"the plugin name {point.name!r} is taken twice, by {_both(map(_source, namesakes))}"
         return Plugin(**plugin, fault=Fault(what=what, cure=f"pip uninstall {distribution}, or the other"))
+    missing = missing_packages((point.dist.requires if point.dist else None) or [], versions)
     try:
-        with _stdout_to_stderr(), _watchdog(point.name, distribution):
+        with stdout_to_stderr(), _watchdog(point.name, distribution):
             module = importlib.import_module(point.module)
             hooks = _hooks(module, point.name)
             offers = _offers(module) if "attention_backends" in hooks else ()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return Plugin(**plugin, fault=describe_fault(error, f"reinstall or remove it: pip uninstall {distribution}"))
+        fault = describe_fault(error, f"reinstall or remove it: pip uninstall {distribution}")
+        if missing:  # the likelier cause, and one that can be mended
+            fault = missing.model_copy(update={"detail": fault.detail})
+        return Plugin(**plugin, fault=fault)
     plugin |= {"offers": offers, "hooks": tuple(sorted(hooks)), "implementation": module}
-    requires = (point.dist.requires if point.dist else None) or []
-    return Plugin(**plugin, fault=_version_fault(offers) or missing_packages(requires, versions))
+    return Plugin(**plugin, fault=_version_fault(offers) or missing)
 
 
 class BadPlugin(Exception):
@@ -170,22 +193,22 @@ def _version_fault(offers: Iterable[Offer]) -> Fault | None:
 
 def _refuse_twins(plugins: list[Plugin]) -> list[Plugin]:
     """Gives a fault to plugins that offer a backend of one name: choosing either would be a guess."""
-    owners: dict[str, set[str]] = {}
+    owners: dict[str, list[str]] = {}
     for plugin in plugins:
         for offer in plugin.offers:
-            owners.setdefault(offer.name, set()).add(plugin.distribution or plugin.name)
+            owners.setdefault(offer.name, []).append(plugin.distribution or plugin.name)
     result = []
     for plugin in plugins:
         twins = [offer.name for offer in plugin.offers if len(owners[offer.name]) > 1]
         if twins and plugin.fault is None:
-            what = f"the backend {twins[0]!r} is offered by more than one distribution: "
-            fault = Fault(
-                what=what + " and ".join(sorted(owners[twins[0]])),
-                cure=f"pip uninstall {plugin.distribution}, or the other",
-            )
-            plugin = replace(plugin, fault=fault)
+            what = f"the backend {twins[0]!r} is offered twice, by {_both(owners[twins[0]])}"
+            plugin = replace(plugin, fault=Fault(what=what, cure=f"pip uninstall {plugin.distribution}, or the other"))
         result.append(plugin)
     return result
+
+
+def _both(distributions: Iterable[str]) -> str:
+    return " and ".join(sorted(set(distributions)))
 
 
 def describe_fault(error: BaseException, cure: str = "") -> Fault:
@@ -193,7 +216,7 @@ def describe_fault(error: BaseException, cure: str = "") -> Fault:
     detail = "".join(traceback.format_exception(error))
     if isinstance(error, pydantic.ValidationError):
         return Fault(what=describe_validation_error(error), cure=cure, detail=detail)
-    if isinstance(error, BadPlugin):
+    if isinstance(error, BadPlugin | HeadstockError):
         return Fault(what=str(error), cure=cure, detail=detail)
     if isinstance(error, ModuleNotFoundError) and error.name:
         return Fault(what=f"it imports {error.name!r}, which is not installed", cure=cure, detail=detail)
@@ -202,11 +225,11 @@ def describe_fault(error: BaseException, cure: str = "") -> Fault:
 
 
 def _source(point: metadata.EntryPoint) -> str:
-    return point.dist.name if point.dist else ""
+    return (point.dist.name if point.dist else "") or ""
 
 
 @contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
+def stdout_to_stderr() -> Iterator[None]:
     """Keeps what a plugin prints while it is imported out of listings that programs read."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
@@ -232,11 +255,27 @@ def _watchdog(name: str, distribution: str) -> Iterator[None]:
         timer.cancel()
 
 
-def observers(plugins: Iterable[Plugin]) -> pluggy.PluginManager:
-    """A manager over the healthy plugins' hooks, for the host to call its observers through."""
-    manager = pluggy.PluginManager(GROUP)
-    manager.add_hookspecs(hookspecs)
-    for plugin in plugins:
-        if plugin.implementation is not None and plugin.fault is None:
-            manager.register(plugin.implementation, plugin.name)
-    return manager
+class Observers:
+    """The healthy plugins' hooks that watch a run. One that raises is told of, once, and not called again."""
+
+    def __init__(self, plugins: Iterable[Plugin], tell: Callable[[str], None]):
+        self._tell = tell
+        self._watching: list[tuple[Plugin, pluggy.PluginManager]] = []
+        for plugin in plugins:
+            if plugin.implementation is not None and plugin.fault is None:
+                manager = pluggy.PluginManager(GROUP)
+                manager.add_hookspecs(hookspecs)
+                manager.register(plugin.implementation, plugin.name)
+                self._watching.append((plugin, manager))
+
+    def notify(self, hook: str, **arguments: Any) -> None:
+        """Calls `hook` of every plugin that implements it."""
+        for plugin, manager in [each for each in self._watching if hook in each[0].hooks]:
+            try:
+                getattr(manager.hook, hook)(**arguments)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                self._watching.remove((plugin, manager))
+                source = f"{plugin.name} ({plugin.distribution} {plugin.version})"
+                self._tell(f"{hook} of the plugin {source} failed and is left out: {describe_fault(error).what}")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from headstock.offer import Fault
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 
 def missing_packages(requires: Iterable[str], versions: dict[str, str | None]) -> Fault | None:
@@ -20,7 +24,8 @@ def missing_packages(requires: Iterable[str], versions: dict[str, str | None]) -
         try:
             requirement = Requirement(line)
         except InvalidRequirement as error:
-            return Fault(what=f"its metadata is damaged: {error}", cure="reinstall the plugin")
+            reason = str(error).partition("\n")[0]
+            return Fault(what=f"its metadata is damaged, it requires {line!r}: {reason}", cure="reinstall the plugin")
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
         name = requirement.name
@@ -30,9 +35,19 @@ def missing_packages(requires: Iterable[str], versions: dict[str, str | None]) -
         wanted = f"{name}{requirement.specifier}"
         if found is None:
             return Fault(what=f"it requires {wanted}, which is not installed", cure=f'pip install "{wanted}"')
-        if not requirement.specifier.contains(found, prereleases=True):
+        if not _satisfies(requirement.specifier, found):
             return Fault(what=f"it requires {wanted}, installed is {found}", cure=f'pip install "{wanted}"')
     return None
+
+
+def _satisfies(wanted: SpecifierSet, found: str) -> bool:
+    """Whether a version is among those wanted; one that is no version at all satisfies only "any"."""
+    from packaging.version import InvalidVersion
+
+    try:
+        return wanted.contains(found, prereleases=True)
+    except InvalidVersion:  # before packaging 26, which says no
+        return not wanted
 
 
 def _version(name: str) -> str | None:

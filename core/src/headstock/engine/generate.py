@@ -12,7 +12,7 @@ from torch import Tensor
 from headstock.engine.request import Completion, Request
 from headstock.engine.sampling import SamplingParams
 from headstock.engine.tokenizer import Tokenizer
-from headstock.errors import RequestError
+from headstock.errors import OutOfPages, RequestError
 from headstock.runner.runner import ModelRunner
 from headstock.runner.sampler import Sampler, SamplingRow
 
@@ -55,25 +55,29 @@ class Generator:
         `params` are one for all or one each, greedy by default. Raises RequestError, before anything runs, for a prompt
         that can never be served: empty, as long as the context, or larger with its output than the whole cache.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        assert len(each) == len(prompts), "one SamplingParams for all prompts, or one each"
+        if len(each) != len(prompts):
+            given = f"{len(each)} for {len(prompts)} prompts"
+            raise RequestError("sampling parameters are one for all prompts, or one each", given=given)
         requests = [self._request(i, list(p), own) for i, (p, own) in enumerate(zip(prompts, each, strict=True))]
         waiting, running = deque(requests), list[Request]()
         started = time.perf_counter()
         try:
             while waiting or running:
                 admitted = self._admit(waiting)
+                running += admitted
                 if admitted:
                     self._prefill(admitted, on_text)
                     if self.timing.first_token_seconds is None:
                         self.timing.first_token_seconds = time.perf_counter() - started
-                    running += admitted
-                else:
+                elif running:
                     self._decode(running, on_text)
+                else:
+                    raise OutOfPages("requests wait for a cache that others hold", works="closing the runner's slots")
                 running = self._retire(running, on_done)
         finally:
-            for request in running:
+            for request in requests:
                 self._close(request)
         return [request.completion() for request in requests]
 
@@ -121,7 +125,7 @@ class Generator:
             if pages.pages_for(request.total_tokens) > pages.allocator.num_free:
                 break
             request.slot = pages.open()
-            pages.reserve(request.slot, request.total_tokens)
+            pages.reserve({request.slot: request.total_tokens})
             admitted.append(waiting.popleft())
         return admitted
 
@@ -151,11 +155,11 @@ class Generator:
     def _decode(self, running: list[Request], on_text: OnText | None) -> None:
         started = time.perf_counter()
         logits = self.runner.forward([r.slot for r in running], [r.tokens[-1:] for r in running])
-        self._sample(running, logits, on_text)
-        self.timing.decode_tokens += len(running)
+        self.timing.decode_tokens += self._sample(running, logits, on_text)
         self.timing.decode_seconds += time.perf_counter() - started
 
-    def _sample(self, requests: list[Request], logits: Tensor, on_text: OnText | None) -> None:
+    def _sample(self, requests: list[Request], logits: Tensor, on_text: OnText | None) -> int:
+        """Gives each request its next token, or the reason why there is none; returns how many got one."""
         rows = [SamplingRow(request.params, request.seed, len(request.tokens)) for request in requests]
         sampled = Sampler(rows, logits.device)(logits)
         tokens, failed = sampled.tokens.tolist(), sampled.failed.tolist()
@@ -166,6 +170,7 @@ class Generator:
             text = request.push(token)
             if text and on_text:
                 on_text(request.index, text)
+        return sum(not broken for broken in failed)
 
     def _retire(self, running: list[Request], on_done: Callable[[int, Completion], None] | None) -> list[Request]:
         for request in running:
@@ -176,4 +181,7 @@ class Generator:
         return [request for request in running if request.finish_reason is None]
 
     def _close(self, request: Request) -> None:
-        self.runner.pages.close(request.slot)
+        """Gives back what a request holds, if anything: it may have failed at any point."""
+        if request.slot >= 0:
+            self.runner.pages.close(request.slot)
+            request.slot = -1

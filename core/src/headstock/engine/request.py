@@ -28,7 +28,10 @@ class Completion(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt on its way through the runner. `limit` is the most tokens it may produce, `slot` its page-table row."""
+    """A prompt on its way through the runner.
+
+    `limit` is the most tokens it may produce, `slot` its row of the page table, −1 while it has none.
+    """
 
     index: int
     prompt: list[int]

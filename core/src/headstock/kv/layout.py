@@ -70,22 +70,27 @@ class _Slots:
             row = gcd(per_page, per_slot, per_head, dim)
             parts = (torch.arange(heads)[:, None] * per_head + torch.arange(0, dim, row)).flatten()
         extent = (pages - 1) * per_page + (self.page_size - 1) * per_slot + int(parts[-1]) + row
-        rows = x.as_strided((extent // row, row), (row, 1))
+        self.whole = len(parts) == 1  # one row holds a slot
+        shape = (extent // row, heads, dim) if self.whole else (extent // row, row)
+        rows = x.as_strided(shape, (row, dim, 1) if self.whole else (row, 1))
         self.rows = rows.view(torch.uint8) if x.itemsize == 1 else rows  # torch moves FP8 only as plain bytes
-        self.dtype, self.heads, self.dim = x.dtype, heads, dim
+        self.dtype, self.slot = x.dtype, (heads, dim)
         self.step, self.gap = per_slot // row, (per_page - self.page_size * per_slot) // row
-        self.parts = (parts // row).to(x.device) if len(parts) > 1 else None
+        self.parts = (parts // row).to(x.device)
 
     def find(self, loc: Tensor) -> Tensor:
         """Slots [N] → the rows that hold them, slot by slot."""
         rows = torch.add(loc if self.step == 1 else loc * self.step, loc // self.page_size, alpha=self.gap)
-        return rows if self.parts is None else (rows[:, None] + self.parts).flatten()
+        return rows if self.whole else (rows[:, None] + self.parts).flatten()
 
     def put(self, x: Tensor, rows: Tensor) -> None:
-        self.rows.index_copy_(0, rows, x.reshape(len(rows), -1).view(self.rows.dtype))
+        x = x if self.rows.dtype == x.dtype else x.view(self.rows.dtype)
+        self.rows.index_copy_(0, rows, x if self.whole else x.reshape(len(rows), -1))
 
     def take(self, rows: Tensor) -> Tensor:
-        return self.rows.index_select(0, rows).view(self.dtype).view(-1, self.heads, self.dim)
+        x = self.rows.index_select(0, rows)
+        x = x if self.rows.dtype == self.dtype else x.view(self.dtype)
+        return x if self.whole else x.view(-1, *self.slot)
 
 
 class LatentView(KVView):
@@ -93,14 +98,14 @@ class LatentView(KVView):
 
     def __init__(self, latent: Tensor, scale: float = 1.0):
         self.latent, self.scale = latent, scale
-        self._rows = latent.view(-1, latent.shape[-1])  # slot → row: pages are contiguous
+        self._slots = _Slots(latent[:, :, None])
 
     def write(self, k: Tensor, v: Tensor | None, loc: Tensor) -> None:
         assert v is None, "a latent cache holds no separate values"
-        self._rows.index_copy_(0, loc, encode(k[:, 0], self.latent.dtype, self.scale))
+        self._slots.put(encode(k, self.latent.dtype, self.scale), self._slots.find(loc))
 
     def gather(self, loc: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self._rows.index_select(0, loc)[:, None], None
+        return self._slots.take(self._slots.find(loc)), None
 
 
 class KVLayout(ABC):
@@ -166,7 +171,8 @@ BUILTIN_LAYOUTS: Mapping[str, type[KVLayout]] = MappingProxyType({"nhd": NHD, "h
 def encode(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """x / scale in `dtype`; FP8 is reached from float32, rounds to nearest even, and saturates."""
     if dtype.itemsize > 1:
-        return (x if scale == 1.0 else x / scale).to(dtype)
+        x = x if scale == 1.0 else x / scale
+        return x if x.dtype == dtype else x.to(dtype)
     limit = torch.finfo(dtype).max
     return (x.float() / scale).clamp(-limit, limit).to(dtype)
 

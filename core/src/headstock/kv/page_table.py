@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from headstock.errors import HeadstockError
+from headstock.errors import HeadstockError, RequestError
 from headstock.kv.allocator import PageAllocator
 
 
@@ -43,25 +43,34 @@ class PageTable:
         self._open[slot] = True
         return slot
 
-    def reserve(self, slot: int, num_tokens: int) -> None:
-        """Makes room for `num_tokens` tokens in all; raises OutOfPages, changing nothing, if there is none."""
-        assert self._open[slot], f"slot {slot} is not open"
-        assert num_tokens <= self.max_context, f"{num_tokens} tokens in a context of {self.max_context}"
-        held = self._pages[slot]
-        missing = self.pages_for(num_tokens) - len(held)
-        if missing > 0:
-            fresh = self.allocator.allocate(missing)
-            self._table[slot, len(held) : len(held) + missing] = torch.tensor(fresh, dtype=torch.int32)
-            held.extend(fresh)
+    def reserve(self, wanted: Mapping[int, int]) -> None:
+        """Makes room for so many tokens in all, by slot.
+
+        Raises OutOfPages where there is none and RequestError beyond the context; nothing has changed then.
+        """
+        missing: dict[int, int] = {}
+        for slot, num_tokens in wanted.items():
+            self._check_open(slot)
+            if num_tokens > self.max_context:
+                given = f"{num_tokens} tokens in a context of {self.max_context}"
+                raise RequestError("a request has outgrown its context", given=given)
+            if (count := self.pages_for(num_tokens) - len(self._pages[slot])) > 0:
+                missing[slot] = count
+        fresh = self.allocator.allocate(sum(missing.values()))
+        for slot, count in missing.items():
+            held, pages, fresh = self._pages[slot], fresh[:count], fresh[count:]
+            self._table[slot, len(held) : len(held) + count] = torch.tensor(pages, dtype=torch.int32)
+            held.extend(pages)
 
     def advance(self, slot: int, num_tokens: int) -> None:
         """Counts `num_tokens` more tokens as cached."""
+        self._check_open(slot)
         self.lengths[slot] += num_tokens
-        assert self.lengths[slot] <= len(self._pages[slot]) * self.page_size
+        assert self.lengths[slot] <= len(self._pages[slot]) * self.page_size, "counted tokens that have no room"
 
     def close(self, slot: int) -> None:
         """Gives the slot and its pages back."""
-        assert self._open[slot], f"slot {slot} is not open"
+        self._check_open(slot)
         self.allocator.free(self._pages[slot])
         self._table[slot, : len(self._pages[slot])] = 0
         self._pages[slot], self.lengths[slot], self._open[slot] = [], 0, False
@@ -71,3 +80,7 @@ class PageTable:
         """The rows of some requests, wide enough for `max_tokens` tokens: int32 [B, W] on `device`."""
         width = self.pages_for(max_tokens)
         return self._table[list(slots), :width].to(device, non_blocking=True)
+
+    def _check_open(self, slot: int) -> None:
+        if not (0 <= slot < len(self._open) and self._open[slot]):
+            raise HeadstockError("no request is open in this slot", given=slot, works="what open() returned")

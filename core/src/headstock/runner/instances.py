@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headstock.backend import AttentionBackend, BackendSpec, Phase, Workspace, WorkspaceBytes
+from headstock.backend import AttentionBackend, BackendSpec, Phase, Report, Workspace, WorkspaceBytes
 from headstock.batch import ForwardBatch
 from headstock.decision import Decision
 from headstock.device import Device, torch_dtype
@@ -20,6 +20,7 @@ from headstock.layer import AttentionLayer
 from headstock.load import load_backend, load_layout, load_options
 from headstock.models.config import ModelConfig
 from headstock.offer import Candidate
+from headstock.plugins import describe_fault
 from headstock.runner.requirements import backend_spec, layer_groups
 
 ALIGNMENT = 256
@@ -29,7 +30,10 @@ class FaultyBackend(HeadstockError):
     """A chosen backend failed to load, to start or to pass its probe; `candidate` is which, the cause says why."""
 
     def __init__(self, candidate: Candidate, error: BaseException):
-        super().__init__(f"the backend {candidate.name} ({candidate.source}) failed: {type(error).__name__}: {error}")
+        what = describe_fault(error).what
+        if not isinstance(error, PluginError):  # which says itself whose it is
+            what = f"the backend {candidate.name} ({candidate.source}) failed: {what}"
+        super().__init__(what)
         self.candidate, self.error = candidate, error
 
 
@@ -42,17 +46,16 @@ class Instance:
     backend_class: type[AttentionBackend]
     layout: type[KVLayout]
     bytes: WorkspaceBytes
+    bytes_per_page: int  # of one layer's cache
     backend: AttentionBackend | None = field(default=None)
 
     def start(self, scratch: Tensor) -> None:
         """Constructs the backend, with its own zeroed state beside the shared scratch."""
-        state = torch.zeros(self.bytes.state, dtype=torch.uint8, device=self.spec.device)
-        self.backend = self.backend_class(self.spec, Workspace(scratch, state))
+        self.backend = self.backend_class(self.spec, Workspace(scratch, _aligned(self.bytes.state, self.spec.device)))
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The sizes an instance must be able to serve: rows and tokens of one forward."""
+class Limits(NamedTuple):
+    """The sizes an instance must be able to serve: rows and tokens of one forward, at least a token per row."""
 
     max_batch: int
     max_tokens: int
@@ -67,7 +70,8 @@ def load_instances(
     options: Mapping[str, Mapping[str, Any]],
 ) -> dict[tuple[str, str], Instance]:
     """Instances by (group, role), one per (group, backend, attention kind). Raises FaultyBackend for what fails."""
-    by_name = {candidate.name: candidate for candidate in candidates}
+    field = list(candidates)
+    by_name = {candidate.name: candidate for candidate in field if candidate.usable}
     groups = layer_groups(config)
     instances: dict[tuple[str, str, str], Instance] = {}
     roles: dict[tuple[str, str], Instance] = {}
@@ -82,8 +86,6 @@ def load_instances(
                     and any(other.backend == winner.backend for other in each.winners)
                 ]
                 candidate = by_name[winner.backend]
-                assert candidate.offer is not None, "a winner has an offer"
-                chosen_options = load_options(candidate.offer, options.get(candidate.name, {}))
                 spec = backend_spec(
                     needs,
                     config.layers[groups[choice.group][0]],
@@ -91,30 +93,45 @@ def load_instances(
                     num_sms=device.num_sms,
                     max_batch=limits.max_batch,
                     max_tokens=limits.max_tokens,
-                    options=chosen_options,
+                    options=_options(candidate, options.get(candidate.name, {})),
                 )
-                instances[key] = _load(candidate, spec, list(by_name.values()))
+                instances[key] = _load(candidate, spec, field)
             roles[choice.group, choice.role] = instances[key]
     return roles
+
+
+def _options(candidate: Candidate, given: Mapping[str, Any]) -> Any:
+    """A backend's options; those that the user gave are the user's fault, not the backend's."""
+    assert candidate.offer is not None, "a winner has an offer"
+    try:
+        return load_options(candidate.offer, given)
+    except PluginError as error:
+        if given:
+            raise
+        raise FaultyBackend(candidate, error) from error
 
 
 def _load(candidate: Candidate, spec: BackendSpec, candidates: list[Candidate]) -> Instance:
     try:
         backend_class = load_backend(candidate)
         layout = load_layout(spec.kv_layout, candidates)
-        return Instance(candidate, spec, backend_class, layout, backend_class.workspace_bytes(spec))
+        wanted = WorkspaceBytes(*backend_class.workspace_bytes(spec))
+        return Instance(candidate, spec, backend_class, layout, wanted, layout.bytes_per_page(spec))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         raise FaultyBackend(candidate, error) from error
 
 
-def start_and_probe(instances: Sequence[Instance], device: Device) -> None:
-    """Constructs each instance and runs a tiny batch of each of its phases; raises FaultyBackend for what fails."""
-    scratch_bytes = max((instance.bytes.scratch for instance in instances), default=0)
-    scratch = torch.empty(-(-scratch_bytes // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8, device=device.torch)
+def start_and_probe(instances: Sequence[Instance], device: Device, report: Report = lambda progress: None) -> None:
+    """Prepares and constructs each instance and runs a tiny batch of each of its phases.
+
+    Raises FaultyBackend for what fails.
+    """
+    scratch = _aligned(max((instance.bytes.scratch for instance in instances), default=0), device.torch)
     for instance in instances:
         try:
+            instance.backend_class.prepare(instance.spec, report)
             instance.start(scratch)
             for phase in sorted(instance.spec.phases):
                 _probe(instance, "decode" if phase == "decode" else "extend")
@@ -123,6 +140,13 @@ def start_and_probe(instances: Sequence[Instance], device: Device) -> None:
             raise
         except BaseException as error:
             raise FaultyBackend(instance.candidate, error) from error
+
+
+def _aligned(num_bytes: int, device: torch.device | str) -> Tensor:
+    """Zeroed memory uint8 [num_bytes] at a multiple of 256; torch promises less on some devices."""
+    memory = torch.zeros(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    start = -memory.data_ptr() % ALIGNMENT
+    return memory[start : start + num_bytes]
 
 
 def _probe(instance: Instance, phase: Phase) -> None:
@@ -152,4 +176,4 @@ def _probe(instance: Instance, phase: Phase) -> None:
     backend.init_forward_metadata_in_graph(batch)
     backend.forward(q[..., : spec.head_dim], k[..., : spec.head_dim], v[..., : spec.v_head_dim], layer, batch, out=out)
     if not bool(torch.isfinite(out).all()):
-        raise PluginError(f"its probe in the {phase} phase left numbers that are not finite")
+        raise ArithmeticError(f"a tiny {phase} batch left numbers that are not finite")

@@ -62,7 +62,7 @@ def plan_memory(
     free = device.free_memory()
     share = HEADROOM.get(device.torch.type, 0.9)
     room = int(max(free - fixed, 0) * share)
-    pages = -(-(kv_tokens or wanted_tokens) // page_size) + 1
+    pages = -(-(wanted_tokens if kv_tokens is None else kv_tokens) // page_size) + 1
     if kv_tokens is None:
         pages = min(pages, room // bytes_per_page)
     plan = MemoryPlan(weights, scratch, state, bytes_per_page, page_size, pages)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstock.backend import AttentionBackend, BackendSpec, Workspace
+from headstock.backend import AttentionBackend, BackendSpec, HostLengths, Phase, Workspace
 from headstock.batch import ForwardBatch
 from headstock.device import torch_dtype
 from headstock.kv.layout import BUILTIN_LAYOUTS, PagedView, encode
@@ -72,15 +72,31 @@ class Problem:
         instance.forward(self.q, self.k, self.v, self.layer(storage), batch, out=out, lse=lse)
         return out, lse, storage
 
-    def tolerance(self) -> tuple[float, float]:
-        """Largest absolute errors of out and lse that rounding can explain, with float32 accumulation at least.
+    def check(self, backend: type[AttentionBackend]) -> None:
+        """Fails where `backend` strays from the reference: in a value, in what is empty, or in a byte of the cache.
 
-        Logits differ by ε₃₂ · D · |q|·|k| · scale, which changes every weight by as much, relatively. Weights and
-        output are each rounded to the dtype once, an error of ε/2 · |v| each; doubled for the order of summation.
+        Padding may hold anything finite, and so may the null page, which padded rows share.
+        """
+        (out, lse, storage), (true_out, true_lse, true_storage) = self.run(backend), self.expected()
+        real = slice(0, int(self.batch.query_indptr[self.batch.num_real_reqs]))
+        out_error, lse_error = self.tolerance()
+        assert out.isfinite().all(), "the output holds NaN or inf"
+        torch.testing.assert_close(out[real].cpu().double(), true_out[real], atol=out_error, rtol=0)
+        if lse is not None:
+            torch.testing.assert_close(lse[real].cpu().double(), true_lse[real], atol=lse_error, rtol=0)
+        if storage is not None and true_storage is not None:
+            assert torch.equal(storage[1:], true_storage[1:]), "the cache differs outside the null page"
+
+    def tolerance(self) -> tuple[float, float]:
+        """Largest absolute errors of out and lse that rounding explains, where float32 at least accumulates.
+
+        Values are normal, so below 5. A logit is off by ε · D · |q|·|k| · scale in float32, which changes a weight by
+        as much, relatively, and their sum too; weights and output are rounded to the dtype once, ε/2 · |v| each.
         """
         exact = torch.finfo(torch.promote_types(self.q.dtype, torch.float32)).eps
         logits = exact * self.spec.head_dim * float(self.q.abs().max()) * 5.0 * self.spec.scale
-        return 5.0 * (2 * torch.finfo(self.q.dtype).eps + 2 * logits), logits + 16 * torch.finfo(torch.float32).eps
+        within = 5.0 * (torch.finfo(self.q.dtype).eps + 2 * logits)
+        return within, logits + 16 * torch.finfo(torch.float32).eps
 
 
 def make_problem(
@@ -88,26 +104,28 @@ def make_problem(
     seq_lens: Sequence[int],
     *,
     padded_rows: int = 0,
-    phase: Any = None,
+    dropped: int = 0,
+    phase: Phase | None = None,
     causal: bool = True,
     cross: bool = False,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    host_lengths: Any = "exact",
+    host_lengths: HostLengths = "exact",
     seed: int = 0,
     **fields: Any,
 ) -> Problem:
     """A problem of B rows; `fields` are those of BackendSpec, with small defaults (4/2 heads of 16, pages of 4).
 
-    Padded rows are appended as the host appends them, on the null page, which is poisoned too. `cross` attends to
-    cached keys only and writes nothing. spec.query_mask gives every row a random tree of new tokens.
+    Padded rows are appended as the host appends them, on the null page, which is poisoned too. `dropped` keys came
+    before each row's first one and left the table, so positions start there. `cross` attends to cached keys only and
+    writes nothing. spec.query_mask gives every row a random tree of new tokens.
     """
-    random = torch.Generator().manual_seed(seed)
+    random, shuffle = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)
     spec = make_spec(fields, tokens=sum(query_lens) + padded_rows * max(query_lens), context=max(*seq_lens, 1))
     device, ragged = spec.device, spec.attention == "ragged"
     q_lens = [*query_lens, *[query_lens[0]] * padded_rows]
     lens = [*seq_lens, *[query_lens[0]] * padded_rows]
-    table, num_pages = (None, 0) if ragged else _page_table(lens, len(seq_lens), spec.page_size, random)
+    table, num_pages = (None, 0) if ragged else _page_table(lens, len(seq_lens), spec.page_size, shuffle)
     mask, positions = _trees(q_lens, lens, random) if spec.query_mask else (None, None)
     batch = ForwardBatch.from_lengths(
         q_lens,
@@ -123,6 +141,7 @@ def make_problem(
         num_real_reqs=len(seq_lens),
         query_mask=None if mask is None else mask.to(device),
     )
+    batch = replace(batch, positions=batch.positions + dropped)
     q, k, v = _tokens(spec, sum(q_lens), random)
     if ragged:
         _, k, v = _tokens(spec, sum(lens), random)

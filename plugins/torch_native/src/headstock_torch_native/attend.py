@@ -6,42 +6,48 @@ key head: the G query heads that share one are folded into the query dimension, 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 NOTHING = float("-inf")
 
+# The other two read misaligned addresses for masks and strides such as these (torch 2.11 on an H200).
+CUDA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
 
 def sdpa_bias(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """Visibility bool [B, n, S] as the additive mask that `sdpa` wants."""
-    bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, NOTHING)
-    rows, n, keys = seen.shape
-    if rows == 1 or n == 1:
-        return bias[:, None] if n == 1 else bias
-    return bias[:, None].expand(rows, group, n, keys).reshape(rows, 1, group * n, keys)
+    """Visibility bool [B, n, S] as the additive mask that `sdpa` wants, [B, 1, n or G·n, S].
+
+    It has four dimensions because the CPU's flash kernel takes no mask of three.
+    """
+    bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, NOTHING)[:, None]
+    rows, _, n, keys = bias.shape
+    return bias if rows == 1 or n == 1 else bias.expand(rows, group, n, keys).reshape(rows, 1, group * n, keys)
 
 
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, mask: Tensor | None, causal: bool, scale: float, v_scale: float
 ) -> None:
     """Attends by `scaled_dot_product_attention` into out [B, n, Hq, Dv]; `mask` from `sdpa_bias`."""
-    rows, n, heads, _ = q.shape
-    kv_heads = k.shape[2]
-    group = heads // kv_heads
+    n, kv_heads = q.shape[1], k.shape[2]
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if rows == 1 and n > 1:  # key heads as the batch, each expanded over its group: is_causal and one mask serve all
-        q = grouped(q, kv_heads)[0]
+    if len(q) == 1 and n > 1:  # key heads as the batch, each expanded over its group: is_causal and one mask serve all
+        group = q.shape[2] // kv_heads
+        q, out = grouped(q, kv_heads)[0], grouped(out, kv_heads)[0]
         k, v = k[0, :, None].expand(-1, group, -1, -1), v[0, :, None].expand(-1, group, -1, -1)
-        result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
-        result = result[None]
+    elif n > 1:
+        q, out = fold(q, kv_heads), grouped(out, kv_heads)
     else:
-        q = fold(q, kv_heads)
+        q, out = fold(q, kv_heads), fold(out, kv_heads)
+    with sdpa_kernel(CUDA_KERNELS) if q.is_cuda else nullcontext():
         result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
-        result = result.view(rows, kv_heads, group, n, -1)
     if v_scale != 1.0:
         result = result * v_scale
-    grouped(out, kv_heads).copy_(result)
+    out.copy_(result if n == 1 else result.view(out.shape))
 
 
 def matmul(
@@ -87,9 +93,10 @@ def matmul(
         grouped(lse[..., None], kv_heads).copy_(total)
 
 
-def fold(q: Tensor, kv_heads: int) -> Tensor:
-    """[B, n, Hq, D] → [B, Hkv, G·n, D]; a view for one query per row."""
-    return grouped(q, kv_heads).flatten(2, 3)
+def fold(x: Tensor, kv_heads: int) -> Tensor:
+    """[B, n, Hq, D] → [B, Hkv, G·n, D]; a view where there is one query per row."""
+    rows, n, heads, dim = x.shape
+    return x.view(rows, kv_heads, heads // kv_heads, dim) if n == 1 else grouped(x, kv_heads).flatten(2, 3)
 
 
 def grouped(x: Tensor, kv_heads: int) -> Tensor:

@@ -105,7 +105,7 @@ class _Planner:
                 if corner is not None and not triangle:
                     mask, distance = corner.cut(queries, len(indices))
                 elif self.spec.alibi:
-                    distance = distances(self.firsts[row : row + 1] + offset, indices, queries)
+                    distance = distances(self.firsts[row : row + 1] + offset, indices[None], queries)
                 yield self.block(slice(row, row + 1), start + offset, queries, indices, mask, distance, triangle)
 
     def rows(self) -> Iterator[tuple[int, int, int, int]]:
@@ -178,7 +178,7 @@ class _Corner:
 
     def cut(self, queries: int, keys: int) -> tuple[Tensor, Tensor]:
         """Mask and distance of the last `queries` queries and `keys` keys."""
-        corner = (slice(None), slice(self.queries - queries, None), slice(self.keys - keys, None))
+        corner = (..., slice(self.queries - queries, None), slice(self.keys - keys, None))
         return self.mask[corner], self.distance[corner]
 
 

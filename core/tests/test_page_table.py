@@ -1,0 +1,123 @@
+"""The page table: atomic reservation, rows for a batch, and slots that give everything back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headstock.errors import HeadstockError, OutOfPages, RequestError
+from headstock.kv.allocator import PageAllocator
+from headstock.kv.page_table import PageTable
+
+
+def table(num_pages=9, page_size=4, max_requests=3, max_context=24):
+    return PageTable(PageAllocator(num_pages), page_size, max_requests, max_context)
+
+
+def test_a_reservation_takes_whole_pages_and_only_what_is_missing():
+    pages = table()
+    slot = pages.open()
+    for tokens, used in [(1, 1), (4, 1), (5, 2), (3, 2), (0, 2), (16, 4)]:
+        pages.reserve({slot: tokens})
+        assert pages.allocator.num_free == 8 - used
+    row = pages.rows([slot], 16)
+    assert row.dtype == torch.int32
+    assert row.tolist() == [[1, 2, 3, 4]]
+
+
+def test_a_reservation_for_several_is_all_or_nothing():
+    pages = table()
+    one, two = pages.open(), pages.open()
+    pages.reserve({one: 12, two: 16})
+    before = pages.rows([one, two], 24)
+    for wanted in ({one: 16, two: 24}, {two: 17, one: 13, pages.open(): 1}):
+        with pytest.raises(OutOfPages):
+            pages.reserve(wanted)
+        assert pages.allocator.num_free == 1
+        assert torch.equal(pages.rows([one, two], 24), before)
+    pages.reserve({one: 12, two: 20})
+    assert pages.allocator.num_free == 0
+
+
+def test_more_than_the_context_is_refused_and_changes_nothing():
+    pages = table(num_pages=20)
+    one, two = pages.open(), pages.open()
+    with pytest.raises(RequestError, match="25 tokens in a context of 24"):
+        pages.reserve({one: 8, two: 25})
+    assert pages.allocator.num_free == 19
+
+
+def test_slots_run_out_and_come_back():
+    pages = table()
+    slots = [pages.open() for _ in range(3)]
+    assert sorted(slots) == [0, 1, 2]
+    assert pages.num_free_slots == 0
+    with pytest.raises(HeadstockError, match="no free request slot"):
+        pages.open()
+    pages.close(slots[1])
+    assert pages.open() == slots[1]
+
+
+@pytest.mark.parametrize("slot", [-1, 1, 3])
+def test_a_slot_that_is_not_open_is_refused(slot):
+    pages = table()
+    assert pages.open() == 0
+    for use in (pages.close, lambda slot: pages.reserve({slot: 1}), lambda slot: pages.advance(slot, 1)):
+        with pytest.raises(HeadstockError, match="no request is open"):
+            use(slot)
+    assert (pages.num_free_slots, pages.allocator.num_free) == (2, 8)
+
+
+def test_closing_gives_back_pages_and_leaves_a_row_of_null_pages_and_no_length():
+    pages = table()
+    slot = pages.open()
+    pages.reserve({slot: 20})
+    pages.advance(slot, 18)
+    assert pages.lengths[slot] == 18
+    pages.close(slot)
+    assert (pages.allocator.num_free, pages.num_free_slots, pages.lengths[slot]) == (8, 3, 0)
+    again = pages.open()
+    assert again == slot
+    pages.reserve({again: 4})
+    assert pages.rows([again], 24).count_nonzero() == 1
+    pages.close(again)
+    with pytest.raises(HeadstockError, match="no request is open"):
+        pages.close(again)
+
+
+def test_a_batchs_rows_are_a_copy_in_the_order_asked_for_and_as_wide_as_needed():
+    pages = table()
+    one, two = pages.open(), pages.open()
+    pages.reserve({one: 9})
+    pages.reserve({two: 2})
+    rows = pages.rows([two, one], 9)
+    assert rows.tolist() == [[4, 0, 0], [1, 2, 3]]
+    pages.close(one)
+    assert rows.tolist() == [[4, 0, 0], [1, 2, 3]], "a step in flight keeps its own"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(1, 12))
+def test_no_page_is_ever_in_two_rows_and_none_is_lost(data, page_size, num_pages):
+    pages = table(num_pages=num_pages, page_size=page_size, max_requests=4, max_context=20)
+    lengths = {}
+    for _ in range(data.draw(st.integers(1, 12))):
+        if lengths and data.draw(st.booleans()):
+            slot = data.draw(st.sampled_from(sorted(lengths)))
+            pages.close(slot)
+            del lengths[slot]
+        elif pages.num_free_slots:
+            lengths[pages.open()] = 0
+        wanted = {slot: data.draw(st.integers(0, 20)) for slot in lengths if data.draw(st.booleans())}
+        try:
+            pages.reserve(wanted)
+            lengths |= {slot: max(lengths[slot], tokens) for slot, tokens in wanted.items()}
+        except OutOfPages:
+            needed = sum(max(pages.pages_for(n) - pages.pages_for(lengths[slot]), 0) for slot, n in wanted.items())
+            assert needed > pages.allocator.num_free
+        rows = pages.rows(sorted(lengths), 20)
+        held = rows[rows > 0].tolist()
+        assert len(set(held)) == len(held) == num_pages - 1 - pages.allocator.num_free
+        assert (rows > 0).sum(1).tolist() == [-(-lengths[slot] // page_size) for slot in sorted(lengths)]
