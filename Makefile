@@ -13,8 +13,9 @@ help: ## these lines
 demo: .venv/runs ## install the host, torch-native and a small model; generate text, with tokens/s
 	$(BIN)/headstock generate --max-tokens 64 "Explain in two sentences what a lathe does."
 
-test: lint ## install the development tools; lint, then run the whole suite
+test: .venv/develops ## install the development tools; run the whole suite, then lint
 	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory lint
 
 lint: .venv/develops ## ruff, and mypy, strict on what is installed
 	$(BIN)/ruff check .

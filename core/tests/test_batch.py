@@ -73,7 +73,7 @@ def check_csr(csr, expected):
     assert {x.dtype for x in (csr.page_indptr, csr.page_indices, csr.last_page_len)} == {torch.int32}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batches(), st.data())
 def test_compressed_rows_by_brute_force(case, data):
     query_lens, seq_lens, page_size, table = case

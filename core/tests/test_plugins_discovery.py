@@ -59,7 +59,8 @@ class Site:
     def run(self, code, **environment):
         """What Python prints for `code`, with this folder on its path and no plugin but those in it."""
         env = {key: value for key, value in os.environ.items() if key != "HEADSTOCK_PLUGINS"}
-        env |= {"PYTHONPATH": str(self.folder), **environment}
+        path = [str(self.folder), *filter(None, [env.get("PYTHONPATH")])]
+        env |= {"PYTHONPATH": os.pathsep.join(path), **environment}
         command = [sys.executable, "-c", textwrap.dedent(code)]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 

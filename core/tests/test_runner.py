@@ -1,4 +1,4 @@
-"""The model runner: however a prompt is cut, whoever shares the batch and whichever backend runs, the logits are the same.
+"""The model runner: however a prompt is cut, whoever shares the batch, whichever backend runs, the logits are the same.
 
 The backend here is plain attention in float64, a row and a head at a time; the reference does without a cache.
 """
@@ -81,6 +81,15 @@ def offer(
     return Offer(name=name, backend=backend, capabilities=can, **fields)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Matrices this small only wait for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Model folders with weights large enough that attention, positions and windows all show in the logits."""
@@ -108,14 +117,15 @@ def runner(model, *offers, **given):
     return ModelRunner(model, offers=offers or [offer()], **sizes | given)
 
 
-def dense_logits(folder, prompt):
-    """Logits after every token of a prompt [T, vocab], with no cache and no backend."""
+def dense_logits(folder, prompt, kv_dtype=torch.float32):
+    """Logits after every token of a prompt [T, vocab], with no cache and no backend; keys and values as `kv_dtype`."""
     config = ModelConfig.from_folder(folder)
     model = Llama(config, torch.float32)
     model.load(WeightSource(folder))
 
     def attend(index, q, k, v, out):
         shape = config.layers[index]
+        k, v = k.to(kv_dtype), v.to(kv_dtype)
         out.copy_(attention(q, k, v, shape.num_heads // shape.num_kv_heads, shape.scale, shape.window))
 
     with torch.inference_mode():
@@ -149,7 +159,7 @@ def test_a_prompt_in_one_go_in_chunks_and_token_by_token_gives_the_dense_logits(
     expected = dense_logits(folders[model], prompt)
     ours = runner(folders[model], policy=Policy(page_size=page_size, kv_layouts={"all": layout}))
     assert (ours.page_size, ours.instances[0].spec.kv_layout) == (page_size, layout)
-    for cuts in [(), (1,), (22,), (4, 16), (7, 8, 9), range(1, 23)]:
+    for cuts in [(), (1,), (22,), (4, 16), (7, 8, 9, 10), range(1, 23)]:
         close(run(ours, prompt, cuts), expected[-1])
     assert ours.pages.allocator.num_free == ours.memory.num_pages - 1
 
@@ -170,14 +180,13 @@ def test_a_row_of_a_batch_is_the_row_alone_whatever_else_is_in_it(folders, model
     assert [ours.pages.lengths[slot] for slot in slots] == [1, 8, 17, 40]
 
 
-def test_fp8_in_the_cache_takes_a_byte_per_number_and_stays_near(folder):
+def test_fp8_in_the_cache_takes_a_byte_per_number_and_is_what_is_attended_to(folder):
     prompt = prompt_of(23)
-    ours = runner(folder, kv_dtype="float8_e4m3fn")
-    full = runner(folder)
+    ours, full = runner(folder, kv_dtype="float8_e4m3fn"), runner(folder)
     assert ours.memory.bytes_per_page * 4 == full.memory.bytes_per_page
-    logits, expected = run(ours, prompt, (5, 6)), run(full, prompt)
-    error = (logits - expected).norm() / expected.norm()
-    assert 0 < error < 0.1
+    logits = run(ours, prompt)
+    close(logits, dense_logits(folder, prompt, torch.float8_e4m3fn)[-1])
+    assert (logits - run(full, prompt)).abs().max() > 0.01
 
 
 def test_random_weights_are_drawn_by_seed():
@@ -242,13 +251,17 @@ def test_a_layout_that_a_plugin_brings_holds_the_cache(folder):
 
     class Backwards(PagedView):
         def write(self, k, v, loc):
-            super().write(k, v, loc // page * page + page - 1 - loc % page)
+            super().write(k, v, self.turned(loc))
 
         def gather(self, loc):
-            return super().gather(loc // page * page + page - 1 - loc % page)
+            return super().gather(self.turned(loc))
+
+        def turned(self, loc):
+            page = self.k.shape[1]
+            return loc // page * page + page - 1 - loc % page
 
     ours = runner(folder, offer(layouts=["reversed"], kv_layouts={"reversed": Reversed}))
-    page, prompt = ours.page_size, prompt_of(21)
+    prompt = prompt_of(21)
     assert ours.instances[0].layout is Reversed
     close(run(ours, prompt, (5,)), dense_logits(folder, prompt)[-1])
 
@@ -370,7 +383,11 @@ def test_an_interrupt_while_backends_start_passes(folder):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        runner(folder, offer(type("Slow", (Plain,), {"init_forward_metadata": interrupt})), offer(name="other"))
+        runner(
+            folder,
+            offer(type("Slow", (Plain,), {"init_forward_metadata": interrupt}), preference=1),
+            offer(name="other"),
+        )
 
 
 def test_when_all_fail_the_error_says_why_of_each(folder):

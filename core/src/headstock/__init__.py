@@ -8,15 +8,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from headstock.negotiate import negotiate  # at once: its module has the same name, and would stand in for it
+
 if TYPE_CHECKING:
     from headstock.backend import AttentionBackend, BackendSpec, GraphFallback, Workspace, WorkspaceBytes
     from headstock.batch import ForwardBatch
     from headstock.capabilities import Capabilities
+    from headstock.errors import HeadstockError
     from headstock.hookspecs import hookimpl
     from headstock.ints import ANY, MultipleOf
     from headstock.kv.layout import KVLayout
     from headstock.layer import AttentionLayer
-    from headstock.negotiate import negotiate
     from headstock.offer import Offer
     from headstock.plugins import discover
     from headstock.runner.runner import ModelRunner
@@ -31,6 +33,7 @@ _HOMES = {
     "Capabilities": "capabilities",
     "ForwardBatch": "batch",
     "GraphFallback": "backend",
+    "HeadstockError": "errors",
     "KVLayout": "kv.layout",
     "ModelRunner": "runner.runner",
     "MultipleOf": "ints",
@@ -39,13 +42,12 @@ _HOMES = {
     "WorkspaceBytes": "backend",
     "discover": "plugins",
     "hookimpl": "hookspecs",
-    "negotiate": "negotiate",
 }
 
 __all__ = [
     "ANY", "AttentionBackend", "AttentionLayer", "BackendSpec", "Capabilities", "ForwardBatch", "GraphFallback",
-    "KVLayout", "ModelRunner", "MultipleOf", "Offer", "Workspace", "WorkspaceBytes", "discover", "hookimpl",
-    "negotiate",
+    "HeadstockError", "KVLayout", "ModelRunner", "MultipleOf", "Offer", "Workspace", "WorkspaceBytes", "discover",
+    "hookimpl", "negotiate",
 ]  # fmt: skip
 
 

@@ -51,6 +51,7 @@ class Ints:
 
 
 ANY = Ints()
+"""Every positive integer: no limit."""
 
 
 def MultipleOf(n: int, max: int | None = None) -> Ints:

@@ -124,7 +124,7 @@ def test_every_way_to_attend_in_every_dtype(fields, dtype, device):
 
 
 @pytest.mark.parametrize("elements", [1, 64, 400])
-@pytest.mark.parametrize("extra", [{}, {"window": 5}, {"causal": False}, {"alibi": True, "lse": True}])
+@pytest.mark.parametrize("extra", [{}, {"window": 5}, {"causal": False, "alibi": True}, {"alibi": True, "lse": True}])
 def test_cutting_a_long_row_into_blocks_changes_nothing(monkeypatch, elements, extra):
     monkeypatch.setattr("headstock_torch_native.plan.CHUNK_ELEMENTS", elements)
     make_problem([50, 7, 40], [61, 7, 40], **extra).check(TorchNative)

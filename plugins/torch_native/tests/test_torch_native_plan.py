@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstock import ForwardBatch, Workspace
-from headstock.errors import HeadstockError
+from headstock import ForwardBatch, HeadstockError, Workspace
 from headstock.testing.problem import Problem, make_problem
 from headstock_torch_native import attention_backends
 from headstock_torch_native.backend import TorchNative

@@ -118,7 +118,7 @@ def make_problem(
 
     Padded rows are appended as the host appends them, on the null page, which is poisoned too. `dropped` keys came
     before each row's first one and left the table, so positions start there. `cross` attends to cached keys only and
-    writes nothing. spec.query_mask gives every row a random tree of new tokens.
+    writes nothing. spec.query_mask gives every row a random forest of new tokens.
     """
     random, shuffle = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)
     spec = make_spec(fields, tokens=sum(query_lens) + padded_rows * max(query_lens), context=max(*seq_lens, 1))
@@ -232,14 +232,15 @@ def _fill(
 
 
 def _trees(q_lens: Sequence[int], lens: Sequence[int], random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A random tree per row: who is whose ancestor or itself, bool [Σ q²], and positions by depth, int64 [T]."""
+    """A random forest per row: who is whose ancestor or itself, bool [Σ q²], and positions by depth, int64 [T]."""
     masks, positions = [], []
     for new, length in zip(q_lens, lens, strict=True):
         seen, depth = torch.eye(new, dtype=torch.bool), torch.zeros(new, dtype=torch.long)
         for i in range(1, new):
-            parent = int(torch.randint(i, (), generator=random))
-            seen[i] |= seen[parent]
-            depth[i] = depth[parent] + 1
+            parent = int(torch.randint(-1, i, (), generator=random))
+            if parent >= 0:
+                seen[i] |= seen[parent]
+                depth[i] = depth[parent] + 1
         masks.append(seen.flatten())
         positions.append(depth + length - new)
     return torch.cat(masks), torch.cat(positions)

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headstock import AttentionBackend, AttentionLayer, BackendSpec, ForwardBatch, Workspace
-from headstock.errors import HeadstockError
+from headstock import AttentionBackend, AttentionLayer, BackendSpec, ForwardBatch, HeadstockError, Workspace
 from headstock_torch_native.attend import matmul, sdpa
 from headstock_torch_native.plan import Block, plan
 
