@@ -81,6 +81,7 @@ def given_or_cross(draw: st.DrawFn) -> dict[str, Any]:
             "query_lens": [uniform if decode else draw(st.integers(1, 6)) for _ in range(rows)],
             "seq_lens": lens,
             "phase": "decode" if decode else "extend",
+            "host_lengths": draw(st.sampled_from(["exact", "bound"])) if decode else "exact",
         }
     )
 
@@ -114,7 +115,9 @@ def test_ragged_and_cross_attention_match_the_reference(fields):
         {"query_lens": [5, 2], "seq_lens": [9, 0], "cross": True, "causal": False},
         {"query_lens": [5, 2], "seq_lens": [9, 0], "cross": True, "causal": False, "sinks": True, "lse": True},
         {"query_lens": [1, 1], "seq_lens": [9, 0], "cross": True, "causal": False, "window": 3},
+        {"query_lens": [1, 1], "seq_lens": [9, 0], "cross": True, "causal": False, "host_lengths": "bound"},
         {"query_lens": [5, 2], "seq_lens": [9, 3], "attention": "ragged", "lse": True},
+        {"query_lens": [2, 2], "seq_lens": [3, 0], "attention": "ragged", "phase": "decode", "lse": True},
         {"query_lens": [5, 2], "seq_lens": [9, 3], "softcap": 2.0, "sinks": True, "alibi": True, "lse": True},
     ],
 )
@@ -124,7 +127,9 @@ def test_every_way_to_attend_in_every_dtype(fields, dtype, device):
 
 
 @pytest.mark.parametrize("elements", [1, 64, 400])
-@pytest.mark.parametrize("extra", [{}, {"window": 5}, {"causal": False, "alibi": True}, {"alibi": True, "lse": True}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"window": 5}, {"causal": False, "alibi": True, "lse": True}, {"alibi": True, "lse": True}]
+)
 def test_cutting_a_long_row_into_blocks_changes_nothing(monkeypatch, elements, extra):
     monkeypatch.setattr("headstock_torch_native.plan.CHUNK_ELEMENTS", elements)
     make_problem([50, 7, 40], [61, 7, 40], **extra).check(TorchNative)
@@ -170,6 +175,16 @@ def test_no_query_at_all_gives_the_mean_of_the_values_that_exist():
     problem = make_problem([1, 1], [3, 30], causal=False, cross=True, page_size=16)
     problem = replace(problem, q=torch.zeros_like(problem.q))
     problem.check(TorchNative)
+
+
+@pytest.mark.parametrize("lens", [[3, 3], [3, 8]])
+@pytest.mark.parametrize("phase", ["extend", "decode"])
+@pytest.mark.parametrize("lse", [True, False])
+def test_a_mask_that_shows_no_new_token_leaves_only_what_is_cached(lens, phase, lse):
+    problem = make_problem([3, 3], lens, phase=phase, query_mask=True, lse=lse)
+    assert problem.batch.query_mask is not None
+    blank = replace(problem.batch, query_mask=torch.zeros_like(problem.batch.query_mask))
+    replace(problem, batch=blank).check(TorchNative)
 
 
 def test_keys_cached_already_are_read_and_not_written_again():
