@@ -169,6 +169,7 @@ model.generate(**ids, max_new_tokens=32, do_sample=False, streamer=Note())
 """,
 }
 EPILOGUE = """
+import resource
 print(first[0] - float(sys.argv[3]), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
