@@ -23,7 +23,7 @@ from headstock.cli.settings import Settings
 from headstock.cli.tables import document, faults, table
 from headstock.errors import HeadstockError
 from headstock.offer import Fault, canonical
-from headstock.plugins import ALLOW_LIST, GROUP, installed
+from headstock.plugins import ALLOW_LIST, entry_points, installed
 from headstock.requires import missing_packages
 
 Timeout = Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="seconds that a plugin may take to load")]
@@ -84,7 +84,7 @@ def _environment(config: Path | None, timeout: float) -> tuple[dict[str, str], l
 
 def _plugins(timeout: float) -> list[dict[str, Any]]:
     """A report on every plugin, whatever HEADSTOCK_PLUGINS says, sorted by name."""
-    points = {canonical(point.name): point for point in metadata.entry_points(group=GROUP)}
+    points = {canonical(point.name): point for point in entry_points()}
     names = sorted(points)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         examined = list(pool.map(lambda name: _examine(timeout, name), names))

@@ -21,7 +21,6 @@ from headstock.cli.tables import note, progress
 from headstock.decision import Decision
 from headstock.engine.sampling import SamplingParams
 from headstock.errors import HeadstockError
-from headstock.models.embedded import embedded_model
 from headstock.negotiate import negotiate
 from headstock.offer import Candidate
 from headstock.plugins import discover
@@ -86,13 +85,12 @@ def _load(settings: Settings, num_prompts: int, shown: bool) -> tuple[ModelRunne
     options = _options(limits.backend_option, candidates, decision)
 
     from headstock.engine.tokenizer import Tokenizer
-    from headstock.models.gguf import convert, default_cache_dir
+    from headstock.models.folder import model_folder
     from headstock.runner.runner import ModelRunner
 
     dtype: Any = needs[0].dtype
-    model = choices.model or embedded_model()
     with progress(shown) as report:
-        folder = convert(model, default_cache_dir(), dtype, report) if model.suffix == ".gguf" else model
+        folder = model_folder(choices.model, dtype, progress=report)
         tokenizer = Tokenizer.from_folder(folder)
         runner = ModelRunner(
             folder,
