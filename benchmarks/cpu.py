@@ -187,6 +187,21 @@ def processes(folder: Path, dtype: str, rounds: int) -> dict[str, dict[str, list
     return figures
 
 
+def profile(folder: Path, dtype: str, steps: int = 20) -> dict[str, float]:
+    """Milliseconds of a decode step at batch 1 by torch operator, its own time only; the profiler's cost included."""
+    from headstock import ModelRunner
+
+    runner = ModelRunner(folder, device="cpu", dtype=dtype, max_batch=8, kv_tokens=8192)
+    slot = runner.pages.open()
+    runner.forward([slot], prompts([(64, 0)]))
+    runner.forward([slot], [[100]])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        for _ in range(steps):
+            runner.forward([slot], [[100]])
+    spent = {event.key: event.self_cpu_time_total / 1000 / steps for event in recorded.key_averages()}
+    return {key: round(spent[key], 3) for key in sorted(spent, key=spent.__getitem__, reverse=True)[:24]}
+
+
 def summarise(figures: dict[str, dict[str, list[float]]]) -> None:
     for workload, results in figures.items():
         medians = {name: statistics.median(values) for name, values in results.items()}
@@ -209,7 +224,8 @@ def main() -> None:
     options = parser.parse_args()
     from headstock.models.folder import model_folder
 
-    document: dict[str, Any] = {"environment": environment(), "decode_tokens_per_second": {}, "process": {}}
+    document: dict[str, Any] = {"environment": environment()}
+    document |= {"decode_tokens_per_second": {}, "process": {}, "step_ms_by_operator": {}}
     for dtype in options.dtype or DTYPES:
         folder = model_folder(dtype=dtype)
         print(f"{dtype}, {torch.get_num_threads()} threads")
@@ -220,6 +236,7 @@ def main() -> None:
         document["process"][dtype] = started
         document["decode_tokens_per_second"][dtype] = figures = measure(folder, dtype, options.rounds)
         summarise(figures)
+        document["step_ms_by_operator"][dtype] = profile(folder, dtype)
     if options.json:
         options.json.write_text(json.dumps(document, indent=1) + "\n")
 

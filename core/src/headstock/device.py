@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from dataclasses import dataclass
 
@@ -17,6 +18,13 @@ def torch_dtype(name: str) -> torch.dtype:
         works = "float32, float16, bfloat16, float8_e4m3fn, float8_e5m2"
         raise HeadstockError("unknown dtype", given=name, works=works)
     return dtype
+
+
+def zeroed(num_bytes: int, device: torch.device | str) -> torch.Tensor:
+    """Zeroed memory, uint8 [num_bytes]. On a CPU it takes up memory only once written, page by page."""
+    if torch.device(device).type != "cpu" or num_bytes == 0:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-import torch
-
 from headstock.backend import BackendSpec
+from headstock.device import zeroed
 from headstock.kv.layout import KVLayout, KVView
 
 
@@ -25,7 +25,7 @@ class KVPool:
         scales: Sequence[tuple[float, float]] | None = None,
     ):
         shape = (num_layers, num_pages, layout.bytes_per_page(spec))
-        self.storage = torch.zeros(shape, dtype=torch.uint8, device=spec.device)
+        self.storage = zeroed(math.prod(shape), spec.device).view(shape)
         scales = scales or [(1.0, 1.0)] * num_layers
         self.views: list[KVView] = [
             layout.view(storage, spec, *scale) for storage, scale in zip(self.storage, scales, strict=True)

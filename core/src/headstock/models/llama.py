@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from itertools import chain
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -43,13 +44,14 @@ class Llama:
 
     def init_random(self, seed: int = 0) -> None:
         """Draw weights instead of loading them, for tests and benchmarks; the same seed gives the same weights."""
-        generator, shapes = torch.Generator().manual_seed(seed), weight_shapes(self.config)
+        shapes = weight_shapes(self.config)
 
-        def draw(names: list[str]) -> dict[str, Tensor]:
-            normal = {name: torch.randn(shapes[name], generator=generator).mul_(0.02) for name in names}
-            return {name: x.add_(1) if name.endswith("norm.weight") else x for name, x in normal.items()}
+        def draw(name: str) -> Tensor:  # from a seed of its own, so that it may be drawn again
+            generator = torch.Generator().manual_seed(seed + crc32(name.encode()))
+            x = torch.randn(shapes[name], generator=generator).mul_(0.02)
+            return x.add_(1) if name.endswith("norm.weight") else x
 
-        self._build(draw, None)
+        self._build(lambda names: {name: draw(name) for name in names}, None)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """Token ids [T] and positions [T], both int64, to logits [T, vocab] in the model's dtype.
@@ -88,17 +90,31 @@ class Llama:
         """Fuse what `read` gives; only one layer exists twice at any time."""
         config, steps = self.config, self.config.num_layers + 1
         self.rope = Rope(config.rope, config.head_dim, self.device)
+        self._build_outer(read)
         self.layers = []
         for index in range(config.num_layers):
             tensors = read(list(_layer_shapes(config, index)))
             self.layers.append(_Layer(config, _Fuse(tensors, f"model.layers.{index}.", self.dtype, self.device)))
             if progress:
                 progress("loading weights", index + 1, steps)
-        fuse = _Fuse(read(list(_outer_shapes(config))), "", self.dtype, self.device)
-        self.embedding, self.final_norm = fuse(EMBEDDING), fuse(FINAL_NORM)
-        self.head = linear(self.embedding if config.tie_embeddings else fuse(HEAD))
         if progress:
             progress("loading weights", steps, steps)
+
+    def _build_outer(self, read: Read) -> None:
+        """The head, the embedding and the last norm.
+
+        A tied embedding that is packed for the head is read a second time: rows are looked up in the file as mapped,
+        where only those touched take up memory, and packing has touched every one of the first mapping.
+        """
+        tied = self.config.tie_embeddings
+
+        def place(name: str) -> Tensor:
+            return read([name])[name].to(self.device, self.dtype)
+
+        self.head = linear(place(EMBEDDING if tied else HEAD))
+        shared = tied and not packs(self.dtype, self.device)
+        self.embedding = self.head.weight if shared else place(EMBEDDING)
+        self.final_norm = place(FINAL_NORM).clone()
 
 
 Read = Callable[[list[str]], Mapping[str, Tensor]]
