@@ -168,9 +168,10 @@ ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_ten
 model.generate(**ids, max_new_tokens=32, do_sample=False, streamer=Note())
 """,
 }
+# Linux hands a parent's ru_maxrss down to its children; VmHWM is that of this process alone.
 EPILOGUE = """
-import resource
-print(first[0] - float(sys.argv[3]), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+print(first[0] - float(sys.argv[3]), int(peak) * 1024)
 """
 
 
