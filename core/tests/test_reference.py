@@ -33,11 +33,11 @@ def dense(problem: Problem, **arguments: object) -> Tensor:
 def test_causal_is_dense_attention_with_a_right_aligned_triangle(new, keys):
     problem = ragged([new], [keys], num_heads=6, num_kv_heads=2, v_head_dim=8)
     triangle = torch.ones(new, keys, dtype=torch.bool).tril(keys - new)
-    torch.testing.assert_close(problem.expected()[0], dense(problem, attn_mask=triangle), **CLOSE)
+    torch.testing.assert_close(problem.expected[0], dense(problem, attn_mask=triangle), **CLOSE)
 
 
 def test_more_queries_than_keys_leave_the_first_ones_empty():
-    out, lse, _ = ragged([5], [2]).expected()
+    out, lse, _ = ragged([5], [2]).expected
     assert (out[:3] == 0).all()
     assert (lse[:3] == -torch.inf).all()
     assert (lse[3:] > -torch.inf).all()
@@ -45,24 +45,24 @@ def test_more_queries_than_keys_leave_the_first_ones_empty():
 
 def test_non_causal_is_dense_attention():
     problem = ragged([3], [5], causal=False)
-    torch.testing.assert_close(problem.expected()[0], dense(problem), **CLOSE)
+    torch.testing.assert_close(problem.expected[0], dense(problem), **CLOSE)
 
 
 def test_a_window_shows_so_many_keys_itself_included():
     problem = ragged([5], [5], window=2)
     band = torch.ones(5, 5, dtype=torch.bool).tril().triu(-1)
-    torch.testing.assert_close(problem.expected()[0], dense(problem, attn_mask=band), **CLOSE)
+    torch.testing.assert_close(problem.expected[0], dense(problem, attn_mask=band), **CLOSE)
 
 
 def test_a_window_is_measured_by_positions_where_the_table_is_local():
     problem = ragged([2], [6], window=3)
     far = replace(problem, batch=replace(problem.batch, positions=problem.batch.positions + 1000))
-    torch.testing.assert_close(far.expected()[0], problem.expected()[0], **CLOSE)
+    torch.testing.assert_close(far.expected[0], problem.expected[0], **CLOSE)
 
 
 def test_no_query_at_all_gives_the_mean_and_the_logarithm_of_the_count():
     problem = ragged([1], [7], num_heads=2, num_kv_heads=1)
-    out, lse, _ = replace(problem, q=torch.zeros_like(problem.q)).expected()
+    out, lse, _ = replace(problem, q=torch.zeros_like(problem.q)).expected
     assert problem.v is not None
     torch.testing.assert_close(out[0], problem.v.mean(0).expand(2, -1), **CLOSE)
     torch.testing.assert_close(lse, torch.full((1, 2), math.log(7), dtype=torch.float64), **CLOSE)
@@ -70,8 +70,8 @@ def test_no_query_at_all_gives_the_mean_and_the_logarithm_of_the_count():
 
 def test_a_sink_is_one_more_key_of_no_value():
     problem = ragged([1], [4], num_heads=1, num_kv_heads=1, sinks=True, softcap=0.5)
-    plain, lse, _ = replace(problem, sinks=None).expected()
-    with_sink, total, _ = problem.expected()
+    plain, lse, _ = replace(problem, sinks=None).expected
+    with_sink, total, _ = problem.expected
     assert problem.sinks is not None
     share = torch.exp(lse) / (torch.exp(lse) + torch.exp(problem.sinks.double()))
     torch.testing.assert_close(with_sink, plain * share[..., None], **CLOSE)
@@ -84,7 +84,7 @@ def test_alibi_is_dense_attention_with_a_linear_bias():
     back = torch.arange(5)[None, :] - torch.arange(2, 5)[:, None]
     bias = problem.alibi_slopes.double()[:, None, None] * back
     bias = bias.masked_fill(back > 0, -torch.inf)
-    torch.testing.assert_close(problem.expected()[0], dense(problem, attn_mask=bias), **CLOSE)
+    torch.testing.assert_close(problem.expected[0], dense(problem, attn_mask=bias), **CLOSE)
 
 
 def test_a_cap_bounds_logits_after_scaling():
@@ -92,7 +92,7 @@ def test_a_cap_bounds_logits_after_scaling():
     assert problem.k is not None
     assert problem.v is not None
     logits = 2.0 * torch.tanh(problem.k[:, 0] @ problem.q[0, 0] * 0.25 / 2.0)
-    torch.testing.assert_close(problem.expected()[0][0, 0], logits.softmax(0) @ problem.v[:, 0], **CLOSE)
+    torch.testing.assert_close(problem.expected[0][0, 0], logits.softmax(0) @ problem.v[:, 0], **CLOSE)
 
 
 def test_a_mask_of_ancestors_is_each_path_of_the_tree_on_its_own():
@@ -100,7 +100,7 @@ def test_a_mask_of_ancestors_is_each_path_of_the_tree_on_its_own():
     # two children of one root: token 2 must not see token 1
     mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
     batch = replace(problem.batch, query_mask=mask.flatten(), positions=torch.tensor([2, 3, 3]))
-    out = replace(problem, batch=batch).expected()[0]
+    out = replace(problem, batch=batch).expected[0]
     seen = torch.cat([torch.ones(3, 2, dtype=torch.bool), mask], dim=1)
     torch.testing.assert_close(out, dense(problem, attn_mask=seen), **CLOSE)
 
@@ -112,9 +112,9 @@ def test_the_log_sum_exp_merges_two_halves_into_the_whole():
     parts = []
     for part in (slice(0, 4), slice(4, 9)):
         half = ragged([1], [part.stop - part.start], causal=False)
-        parts.append(replace(half, q=whole.q, k=whole.k[part], v=whole.v[part]).expected()[:2])
+        parts.append(replace(half, q=whole.q, k=whole.k[part], v=whole.v[part]).expected[:2])
     (first, first_lse), (second, second_lse) = parts
-    out, lse, _ = whole.expected()
+    out, lse, _ = whole.expected
     torch.testing.assert_close(torch.logaddexp(first_lse, second_lse), lse, **CLOSE)
     weights = torch.exp(first_lse - lse)[..., None], torch.exp(second_lse - lse)[..., None]
     torch.testing.assert_close(first * weights[0] + second * weights[1], out, **CLOSE)
@@ -126,12 +126,12 @@ def test_pages_only_say_where_keys_lie(page_size, kv_layout):
     lens = {"query_lens": [1, 2], "seq_lens": [5, 16], "dtype": "float64", "v_head_dim": 8}
     want = make_problem(**lens, page_size=64)
     got = make_problem(**lens, page_size=page_size, kv_layout=kv_layout)
-    assert torch.equal(got.expected()[0], want.expected()[0])
-    assert torch.equal(got.expected()[1], want.expected()[1])
+    assert torch.equal(got.expected[0], want.expected[0])
+    assert torch.equal(got.expected[1], want.expected[1])
 
 
 def test_cache_scales_multiply_what_is_read():
     plain = make_problem([2], [6], dtype="float64", causal=False, cross=True)
     scaled = replace(plain, k_scale=2.0, v_scale=3.0)
     sharper = replace(plain, spec=replace(plain.spec, scale=plain.spec.scale * 2.0))
-    torch.testing.assert_close(scaled.expected()[0], sharper.expected()[0] * 3.0, **CLOSE)
+    torch.testing.assert_close(scaled.expected[0], sharper.expected[0] * 3.0, **CLOSE)

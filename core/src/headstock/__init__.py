@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from headstock.negotiate import negotiate  # at once: its module has the same name, and would stand in for it
 
 if TYPE_CHECKING:
-    from headstock.backend import AttentionBackend, BackendSpec, GraphFallback, Workspace, WorkspaceBytes
+    from headstock.backend import AttentionBackend, BackendSpec, GraphFallback, Progress, Workspace, WorkspaceBytes
     from headstock.batch import ForwardBatch
     from headstock.capabilities import Capabilities
     from headstock.errors import HeadstockError
     from headstock.hookspecs import hookimpl
     from headstock.ints import ANY, MultipleOf
-    from headstock.kv.layout import KVLayout
+    from headstock.kv.layout import KVLayout, KVView, LatentView, PagedView
     from headstock.layer import AttentionLayer
     from headstock.offer import Offer
     from headstock.plugins import discover
@@ -35,9 +35,13 @@ _HOMES = {
     "GraphFallback": "backend",
     "HeadstockError": "errors",
     "KVLayout": "kv.layout",
+    "KVView": "kv.layout",
+    "LatentView": "kv.layout",
     "ModelRunner": "runner.runner",
     "MultipleOf": "ints",
     "Offer": "offer",
+    "PagedView": "kv.layout",
+    "Progress": "backend",
     "Workspace": "backend",
     "WorkspaceBytes": "backend",
     "discover": "plugins",
@@ -46,8 +50,8 @@ _HOMES = {
 
 __all__ = [
     "ANY", "AttentionBackend", "AttentionLayer", "BackendSpec", "Capabilities", "ForwardBatch", "GraphFallback",
-    "HeadstockError", "KVLayout", "ModelRunner", "MultipleOf", "Offer", "Workspace", "WorkspaceBytes", "discover",
-    "hookimpl", "negotiate",
+    "HeadstockError", "KVLayout", "KVView", "LatentView", "ModelRunner", "MultipleOf", "Offer", "PagedView", "Progress",
+    "Workspace", "WorkspaceBytes", "discover", "hookimpl", "negotiate",
 ]  # fmt: skip
 
 

@@ -6,12 +6,12 @@ Negotiation, the capability matrix, the docs, the messages and the conformance s
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
 from headstock.ints import ANY, Ints, IntSet, to_ints
 
@@ -135,7 +135,7 @@ def _at_most(value: Any) -> Ints:
 
 _sorted = PlainSerializer(sorted, return_type=list[str], when_used="json")
 _worded = PlainSerializer(str, return_type=str, when_used="json")
-Names = Annotated[frozenset[str], BeforeValidator(_names), _sorted]
+Names = Annotated[Set[str], PlainValidator(_names), _sorted]
 SameOrInts = Annotated[Literal["same"] | Ints, BeforeValidator(_same_or_ints), _worded]
 AtMost = Annotated[Ints, BeforeValidator(_at_most), _worded]
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +29,12 @@ def zeroed(num_bytes: int, device: torch.device | str) -> torch.Tensor:
     if torch.device(device).type != "cpu" or num_bytes == 0:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
+class DeviceGraph(Protocol):
+    """Recorded device work that can be run again on the same memory."""
+
+    def replay(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +67,58 @@ class Device:
             return cls(device, found.name, found.major * 10 + found.minor, found.multi_processor_count)
         return cls(device, name)
 
-    def free_memory(self) -> int:
-        """Bytes that can still be had: what the driver reports, or the memory the system holds available."""
+    def free_memory(self, root: str | Path = "/") -> int:
+        """Bytes that can still be had: what the driver reports, or the least that the system and control groups leave.
+
+        `root` is where proc and sys are mounted.
+        """
         if self.torch.type == "cuda":
             return torch.cuda.mem_get_info(self.torch)[0]
         try:
-            with open("/proc/meminfo", encoding="ascii") as lines:
-                available = next(line for line in lines if line.startswith("MemAvailable:"))
-            return int(available.split()[1]) * 1024
+            with open(Path(root, "proc/meminfo"), encoding="ascii") as lines:
+                available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
         except (OSError, StopIteration):
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min([available, *_left_by_control_groups(Path(root))])
 
     def synchronize(self) -> None:
         """Waits until the device has done all work issued so far."""
         if self.torch.type == "cuda":
             torch.cuda.synchronize(self.torch)
+
+    def allocations(self) -> int:
+        """How many times memory of this device was handed out so far; 0 where the device does not tell."""
+        if self.torch.type != "cuda":
+            return 0
+        return int(torch.cuda.memory_stats(self.torch)["allocation.all.allocated"])
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Runs what is inside as a capture needs it to have run before: on a stream of its own, and to its end."""
+        if self.torch.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self.torch)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
+        self.synchronize()
+
+    def capture(self, run: Callable[[], None], pool: Any = None) -> DeviceGraph:
+        """Records what `run` does on this device's current stream; `pool` is memory that captures share.
+
+        Raises HostSync where recorded code waits for the device, as far as the device can tell.
+        """
+        if self.torch.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                run()
+            return graph
+        from headstock.runner.recording import record
+
+        return record(run)
 
     def default_dtype(self, preferred: str) -> str:
         """`preferred` where the device is fast in it, else float32: a CPU without bfloat16 units takes float32."""
@@ -83,3 +130,41 @@ class Device:
 def _native_bf16() -> bool:
     """Whether the CPU multiplies bfloat16 itself instead of emulating it."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _left_by_control_groups(root: Path) -> list[int]:
+    """The bytes that each control group of this process, and each one above it, leaves below its limit.
+
+    Pages of files that nobody used lately count as usage and are given up on demand: they are added back.
+    """
+    left = []
+    for mount, group, names in _control_groups(root):
+        for folder in (group, *group.parents):
+            with suppress(OSError, ValueError):  # no such file at the top of the tree; "max" is no limit
+                limit, used = (int((folder / name).read_text()) for name in names[:2])
+                left.append(max(limit - used + _statistic(folder / "memory.stat", names[2]), 0))
+            if folder == mount:
+                break
+    return left
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, Path, tuple[str, str, str]]]:
+    """Where the hierarchies that count memory are mounted, this process's group in each, and the names of the files."""
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                mount = root / "sys/fs/cgroup/memory"
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            else:
+                continue
+            yield mount, mount / path.strip("/"), names
+
+
+def _statistic(file: Path, name: str) -> int:
+    """A number of a file of lines "name number"; 0 where it is not told."""
+    with suppress(OSError):
+        return next((int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(f"{name} ")), 0)
+    return 0

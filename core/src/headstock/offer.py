@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from headstock.capabilities import Capabilities, check_names
+from headstock.capabilities import AXES, Capabilities, check_names
+from headstock.errors import HeadstockError
+from headstock.requirement import Requirement
+
+if TYPE_CHECKING:
+    from headstock.backend import BackendSpec
 
 API_VERSION = 1
 """The version of the backend contract that this host speaks."""
@@ -61,6 +66,18 @@ class Offer(BaseModel):
     @classmethod
     def _canonical_aliases(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(canonical(alias) for alias in value)
+
+    def check(self, spec: BackendSpec) -> None:
+        """For a backend's constructor: raises HeadstockError, naming the axes, where no record covers `spec`."""
+        for phase in sorted(spec.phases):
+            try:
+                need = Requirement.of(spec, phase)
+            except ValidationError as error:
+                raise HeadstockError(f"{self.name}: {describe_validation_error(error)}") from None
+            unmet = min((need.unmet(record) for record in self.capabilities), key=len)
+            if unmet:
+                needs = ", ".join(f"{name} {AXES[name].needed(need)}" for name in unmet)
+                raise HeadstockError(f"{self.name} does not offer this for {phase}", given=needs)
 
     @model_validator(mode="after")
     def _check_targets(self) -> Offer:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, field_validator, model_validator
 
-from headstock.capabilities import AXES
+from headstock.capabilities import AXES, Axis, Capabilities
+
+if TYPE_CHECKING:
+    from headstock.backend import BackendSpec
 
 Role = Literal["extend", "decode", "expand", "verify", "cross", "encode"]
 Count = Annotated[int, Field(ge=1)]
@@ -72,6 +75,49 @@ class Requirement(BaseModel):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads do not share {self.num_kv_heads} key heads evenly")
         return self
+
+    @classmethod
+    def of(cls, spec: BackendSpec, phase: str) -> Requirement:
+        """What an instance made for `spec` must cover in one of its phases."""
+        decode = phase == "decode"
+        return cls(
+            group=spec.group,
+            role="decode" if decode else "extend",
+            phase="decode" if decode else "extend",
+            attention=spec.attention,
+            device=spec.device.partition(":")[0],
+            compute_capability=spec.compute_capability,
+            dtype=spec.dtype,
+            head_dim=spec.head_dim,
+            v_head_dim=spec.v_head_dim,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            max_context=spec.max_context,
+            page_size=spec.page_size or None,
+            kv_layout=spec.kv_layout or None,
+            kv_dtype=spec.kv_dtype,
+            sliding_window=spec.window,
+            softcap=spec.softcap,
+            sinks=spec.sinks,
+            alibi=spec.alibi,
+            non_causal=spec.non_causal,
+            query_mask=spec.query_mask,
+            cascade=spec.max_levels > 0,
+            lse=spec.lse,
+            graph=decode and bool(spec.graph_buckets),
+            batch_invariant=spec.batch_invariant,
+            query_lens=spec.query_lens if decode else None,
+            host_lengths=spec.host_lengths,
+        )
+
+    def asked(self) -> list[tuple[str, Axis, Any]]:
+        """What can be refused: (field of a record, its axis, what is needed)."""
+        axes = [(name, axis, axis.needed(self)) for name, axis in AXES.items() if self.cached or not axis.joint]
+        return [(name, axis, needed) for name, axis, needed in axes if axis.asks(needed)]
+
+    def unmet(self, record: Capabilities) -> list[str]:
+        """The axes that `record` does not cover, by their fields."""
+        return [name for name, axis, needed in self.asked() if not axis.covers(getattr(record, name), needed, self)]
 
     @property
     def gqa_ratio(self) -> int:

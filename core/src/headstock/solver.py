@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headstock.capabilities import AXES, MAX_PAGE_SIZE, Capabilities
+from headstock.capabilities import MAX_PAGE_SIZE, Capabilities
 from headstock.offer import Candidate
 from headstock.policy import Policy
 from headstock.requirement import Requirement
@@ -104,8 +104,7 @@ def cover(need: Requirement, field: list[Candidate], ranking: Ranking) -> Role:
     if need.cached:
         fixed = {"page_size": policy.page_size, "kv_layout": policy.layout(need.group)}
         need = need.model_copy(update={name: value for name, value in fixed.items() if value is not None})
-    asked = [(name, axis, axis.needed(need)) for name, axis in AXES.items() if need.cached or not axis.joint]
-    asked = [(name, axis, needed) for name, axis, needed in asked if axis.asks(needed)]
+    asked = need.asked()
     covering: list[Entry] = []
     failing: dict[str, list[tuple[Capabilities, list[str]]]] = {}
     for candidate in field:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstock import ForwardBatch
-from headstock.testing.problem import Problem, make_problem
+from headstock.testing.problem import Problem, Result, make_problem
+from headstock.testing.rig import Rig
 from headstock_torch_native.backend import TorchNative
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -138,11 +139,11 @@ def test_cutting_a_long_row_into_blocks_changes_nothing(monkeypatch, elements, e
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_prompt_in_chunks_and_then_by_decoding_is_the_prompt_in_one(window):
     whole = make_problem([11], [11], dtype="float64", window=window)
-    want, _, cached = whole.run(TorchNative)
+    want, _, cached = run(whole)
     out, storage, done = [], whole.storage, 0
     for count in (4, 4, 1, 2):
         part = rows_of(whole, 0, slice(done, done + count), done + count)
-        got, _, storage = replace(part, storage=storage).run(TorchNative)
+        got, _, storage = run(replace(part, storage=storage))
         out.append(got)
         done += count
     torch.testing.assert_close(torch.cat(out), want, rtol=0, atol=1e-12)
@@ -152,11 +153,11 @@ def test_a_prompt_in_chunks_and_then_by_decoding_is_the_prompt_in_one(window):
 @pytest.mark.parametrize("fields", [{"query_lens": [1] * 4}, {"query_lens": [3, 3, 3, 3], "phase": "decode"}])
 def test_a_row_alone_is_that_row_in_a_batch(fields):
     batch = make_problem(**fields, seq_lens=[5, 40, 17, 16], dtype="float64", window=20)
-    want, _, _ = batch.run(TorchNative)
+    want, _, _ = run(batch)
     n = batch.batch.query_len
     for row, length in enumerate([5, 40, 17, 16]):
         tokens = slice(row * n, (row + 1) * n)
-        alone, _, _ = rows_of(batch, row, tokens, length, phase="decode").run(TorchNative)
+        alone, _, _ = run(rows_of(batch, row, tokens, length, phase="decode"))
         torch.testing.assert_close(alone, want[tokens], rtol=0, atol=1e-12)
 
 
@@ -164,10 +165,10 @@ def test_a_row_alone_is_that_row_in_a_batch(fields):
 @pytest.mark.parametrize("query_lens", [[1, 1], [5, 2]])
 def test_neither_layout_nor_page_size_changes_a_bit(query_lens, kv_dtype):
     fields = {"query_lens": query_lens, "seq_lens": [9, 33], "v_head_dim": 24, "kv_dtype": kv_dtype}
-    want, _, _ = make_problem(**fields, page_size=64, kv_layout="nhd").run(TorchNative)
+    want, _, _ = run(make_problem(**fields, page_size=64, kv_layout="nhd"))
     for page_size in (1, 2, 4, 16, 64):
         for kv_layout in ("nhd", "hnd"):
-            got, _, _ = make_problem(**fields, page_size=page_size, kv_layout=kv_layout).run(TorchNative)
+            got, _, _ = run(make_problem(**fields, page_size=page_size, kv_layout=kv_layout))
             assert torch.equal(got, want)
 
 
@@ -189,9 +190,14 @@ def test_a_mask_that_shows_no_new_token_leaves_only_what_is_cached(lens, phase, 
 
 def test_keys_cached_already_are_read_and_not_written_again():
     problem = make_problem([1, 1], [5, 9])
-    stored = problem.expected()[2]
+    stored = problem.expected[2]
     again = replace(problem, k=None, v=None, storage=stored)
     again.check(TorchNative)
+
+
+def run(problem: Problem) -> Result:
+    """What torch-native makes of a problem."""
+    return Rig(TorchNative, problem.spec).run(problem)
 
 
 def rows_of(problem: Problem, row: int, tokens: slice, length: int, **arguments: Any) -> Problem:

@@ -69,7 +69,7 @@ def test_a_plan_is_kept_by_its_batch_so_several_live_at_once():
     for problem in (first, second):
         backend.init_forward_metadata(problem.batch)
     for problem in (first, second):
-        want, _, _ = problem.expected()
+        want, _, _ = problem.expected
         out = torch.empty(problem.batch.num_tokens, 4, 16)
         layer = problem.layer(problem.storage)
         backend.forward(problem.q, problem.k, problem.v, layer, problem.batch, out=out)
@@ -90,11 +90,11 @@ def test_masks_of_a_long_prompt_share_bounded_memory():
     ("change", "named"),
     [
         ({"attention": "mla"}, "mla"),
-        ({"graph_buckets": ((4, 1, 0),)}, "graphs"),
-        ({"max_levels": 1}, "shared prefix"),
-        ({"batch_invariant": True}, "invariance"),
-        ({"kv_dtype": "bfloat16"}, "bfloat16 cache"),
-        ({"num_kv_heads": 3}, "4/3 heads"),
+        ({"graph_buckets": ((4, 1, 0),)}, "graph"),
+        ({"max_levels": 1}, "cascade"),
+        ({"batch_invariant": True}, "batch_invariant"),
+        ({"kv_dtype": "bfloat16"}, "kv_dtypes bfloat16"),
+        ({"num_kv_heads": 3}, "4 query heads do not share 3"),
     ],
 )
 def test_a_spec_beyond_the_offer_is_refused_at_construction(change, named):

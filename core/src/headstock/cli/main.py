@@ -12,9 +12,11 @@ import typer
 
 import headstock
 from headstock.cli.backends import backends
+from headstock.cli.check import check
 from headstock.cli.doctor import doctor
 from headstock.cli.explain import explain
 from headstock.cli.generate import generate
+from headstock.cli.new import new
 from headstock.cli.plugins import plugins
 from headstock.errors import HeadstockError
 from headstock.plugins import ALLOW_LIST
@@ -35,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, plugins, backends, explain, doctor):
+for command in (generate, plugins, backends, explain, doctor, check, new):
     app.command()(command)
 
 

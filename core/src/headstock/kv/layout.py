@@ -43,12 +43,14 @@ class PagedView(KVView):
         self._alike = k.shape == v.shape and k.stride() == v.stride()
 
     def write(self, k: Tensor, v: Tensor | None, loc: Tensor) -> None:
+        """Stores k [N, Hkv, D] and v [N, Hkv, Dv] into the slots `loc` int64 [N] and nowhere else."""
         assert v is not None, "a paged cache stores values too"
         rows = self._k_slots.find(loc)
         self._k_slots.put(encode(k, self.k.dtype, self.k_scale), rows)
         self._v_slots.put(encode(v, self.v.dtype, self.v_scale), rows if self._alike else self._v_slots.find(loc))
 
     def gather(self, loc: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Copies slots out as stored, scales not applied: k [N, Hkv, D] and v [N, Hkv, Dv]."""
         rows = self._k_slots.find(loc)
         return self._k_slots.take(rows), self._v_slots.take(rows if self._alike else self._v_slots.find(loc))
 
@@ -101,10 +103,12 @@ class LatentView(KVView):
         self._slots = _Slots(latent[:, :, None])
 
     def write(self, k: Tensor, v: Tensor | None, loc: Tensor) -> None:
+        """Stores k [N, 1, R + P] into the slots `loc` int64 [N] and nowhere else; v is None."""
         assert v is None, "a latent cache holds no separate values"
         self._slots.put(encode(k, self.latent.dtype, self.scale), self._slots.find(loc))
 
     def gather(self, loc: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Copies slots out as stored: k [N, 1, R + P], and None."""
         return self._slots.take(self._slots.find(loc)), None
 
 

@@ -1,1 +1,5 @@
-"""What a backend is tested with: a float64 reference, and random problems to compare it on."""
+"""For authors of backends: the conformance suite, its cases and its reference."""
+
+from headstock.testing.conformance import AttentionConformance
+
+__all__ = ["AttentionConformance"]

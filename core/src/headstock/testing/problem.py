@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headstock.backend import AttentionBackend, BackendSpec, HostLengths, Phase, Workspace
+from headstock.backend import AttentionBackend, BackendSpec, HostLengths, Phase
 from headstock.batch import ForwardBatch
-from headstock.device import torch_dtype
-from headstock.kv.layout import BUILTIN_LAYOUTS, PagedView, encode
+from headstock.device import torch_dtype, zeroed
+from headstock.kv.layout import BUILTIN_LAYOUTS, KVLayout, PagedView, encode
 from headstock.layer import AttentionLayer
+from headstock.testing.draw import Order, Poison, Segments, page_table, shared_levels, tokens, trees
 from headstock.testing.reference import attention
 
 POISON = 0xFF
@@ -22,7 +25,15 @@ ROUNDING = torch.finfo(torch.float32).eps
 """What storing a log-sum-exp in float32 may change, relatively."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Result(NamedTuple):
+    """What a forward left: out [T, Hq, Dv], lse [T, Hq] where it was asked for, and the cache."""
+
+    out: Tensor
+    lse: Tensor | None
+    storage: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """One layer of one forward. `storage` is the layer's cache, uint8 [pages, bytes], None for ragged attention.
 
@@ -31,6 +42,7 @@ class Problem:
 
     spec: BackendSpec
     batch: ForwardBatch
+    layout: type[KVLayout] | None
     storage: Tensor | None
     q: Tensor
     k: Tensor | None
@@ -43,10 +55,11 @@ class Problem:
     def layer(self, storage: Tensor | None) -> AttentionLayer:
         """The layer over `storage`, this problem's own or a copy."""
         kv = None
-        if storage is not None:
-            kv = BUILTIN_LAYOUTS[self.spec.kv_layout].view(storage, self.spec, self.k_scale, self.v_scale)
+        if storage is not None and self.layout is not None:
+            kv = self.layout.view(storage, self.spec, self.k_scale, self.v_scale)
         return AttentionLayer(0, kv, self.k_scale, self.v_scale, self.sinks, self.alibi_slopes)
 
+    @cached_property
     def expected(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The reference's out and lse (float64), and the cache as it must be afterwards."""
         if self.storage is None:
@@ -57,37 +70,31 @@ class Problem:
             store(layer, self.k, self.v, self.batch.out_cache_loc, self.spec.page_size)
         return *attention(self.q, None, None, layer, self.batch, self.spec), storage
 
-    def run(self, backend: type[AttentionBackend]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What `backend` makes of it: out, lse (where the spec wants it), and the cache as it left it."""
-        device, heads = self.q.device, self.spec.num_heads
-        sizes = backend.workspace_bytes(self.spec)
-        scratch = torch.full((sizes.scratch,), POISON, dtype=torch.uint8, device=device)
-        instance = backend(self.spec, Workspace(scratch, torch.zeros(sizes.state, dtype=torch.uint8, device=device)))
-        storage = None if self.storage is None else self.storage.clone()
-        batch = replace(self.batch, metadata=None)
-        # views of something wider, poisoned: a backend must honour their strides and write every element
-        out = torch.full((batch.num_tokens, heads + 1, self.spec.v_head_dim + 8), torch.nan, device=device)
-        out = out.to(self.q.dtype)[:, :heads, : self.spec.v_head_dim]
-        lse = torch.full((batch.num_tokens, heads + 1), torch.nan, device=device)[:, :heads] if self.spec.lse else None
-        instance.init_forward_metadata(batch)
-        instance.init_forward_metadata_in_graph(batch)
-        instance.forward(self.q, self.k, self.v, self.layer(storage), batch, out=out, lse=lse)
-        return out, lse, storage
+    def fresh(self) -> tuple[ForwardBatch, Tensor | None]:
+        """A batch without a plan, and a copy of the cache."""
+        return replace(self.batch, metadata=None), None if self.storage is None else self.storage.clone()
 
     def check(self, backend: type[AttentionBackend]) -> None:
-        """Fails where `backend` strays from the reference: in a value, in what is empty, or in a byte of the cache.
+        """Fails where `backend` strays from the reference: in a value, in what is empty, or in a byte of the cache."""
+        from headstock.testing.rig import Rig
+
+        self.compare(Rig(backend, self.spec).run(self))
+
+    def compare(self, result: Result) -> None:
+        """Fails where a result strays from the reference.
 
         Padding may hold anything finite, and so may the null page, which padded rows share.
         """
-        (out, lse, storage), (true_out, true_lse, true_storage) = self.run(backend), self.expected()
+        (out, lse, storage), (true_out, true_lse, true_storage) = result, self.expected
         real = slice(0, int(self.batch.query_indptr[self.batch.num_real_reqs]))
         out_error, lse_error = self.tolerance()
         assert out.isfinite().all(), "the output holds NaN or inf"
-        torch.testing.assert_close(out[real].cpu().double(), true_out[real], atol=out_error, rtol=0)
+        close(out[real], true_out[real], out_error, what="out [token, head, dim]")
         if lse is not None:
-            torch.testing.assert_close(lse[real].cpu().double(), true_lse[real], atol=lse_error, rtol=ROUNDING)
+            close(lse[real], true_lse[real], lse_error, ROUNDING, what="lse [token, head]")
         if storage is not None and true_storage is not None:
-            assert torch.equal(storage[1:], true_storage[1:]), "the cache differs outside the null page"
+            wrong = (storage[1:] != true_storage[1:]).any(1).nonzero()[:, 0] + 1
+            assert len(wrong) == 0, f"the cache differs in pages {wrong.tolist()}, outside the slots of this batch"
 
     def tolerance(self) -> tuple[float, float]:
         """Largest absolute errors of out and lse that rounding explains, where float32 at least accumulates.
@@ -99,6 +106,21 @@ class Problem:
         logits = exact * self.spec.head_dim * float(self.q.abs().max()) * 5.0 * self.spec.scale
         within = 5.0 * (torch.finfo(self.q.dtype).eps + 2 * logits)
         return within, logits + 16 * ROUNDING
+
+
+def close(actual: Tensor, expected: Tensor, atol: float, rtol: float = 0.0, *, what: str) -> None:
+    """Fails where two tensors differ by more than atol + rtol·|expected|, naming the worst place."""
+    actual, expected = actual.detach().cpu().double(), expected.cpu().double()
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    error = torch.where(same, 0.0, (actual - expected).abs()).nan_to_num(nan=math.inf)
+    excess = error - atol - rtol * expected.abs().nan_to_num(posinf=0.0)
+    if excess.numel() == 0 or float(excess.max()) <= 0:
+        return
+    place = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+    raise AssertionError(
+        f"{what} is wrong in {int((excess > 0).sum())} of {excess.numel()} places, worst at {list(place)}: "
+        f"{float(actual[place]):.6g}, should be {float(expected[place]):.6g} ± {atol:.1e}"
+    )
 
 
 def make_problem(
@@ -113,22 +135,43 @@ def make_problem(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     host_lengths: HostLengths = "exact",
+    slack: int = 0,
+    order: Order = "random",
+    spare: int = 3,
+    shared: Segments = (),
+    levels: bool = True,
+    poison: Poison = "nan",
+    heads_first: bool = False,
+    zero_queries: bool = False,
+    layout: type[KVLayout] | None = None,
     seed: int = 0,
+    content: int = 0,
     **fields: Any,
 ) -> Problem:
     """A problem of B rows; `fields` are those of BackendSpec, with small defaults (4/2 heads of 16, pages of 4).
 
     Padded rows are appended as the host appends them, on the null page, which is poisoned too. `dropped` keys came
     before each row's first one and left the table, so positions start there. `cross` attends to cached keys only and
-    writes nothing. spec.query_mask gives every row a random forest of new tokens.
+    writes nothing. spec.query_mask gives every row a random forest of new tokens. `slack` raises the bound on sequence
+    lengths above the longest. `order` is how pages are dealt out, with `spare` ones left over; rows of a `shared`
+    segment have the same first pages, told to the backend as shared levels unless `levels` is False. `poison` fills
+    every slot that holds no key, and `heads_first` gives q, k and v the strides of [heads, tokens, dim]. Another
+    `content` draws other numbers for the very same batch.
     """
-    random, shuffle = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)
-    spec = make_spec(fields, tokens=sum(query_lens) + padded_rows * max(query_lens), context=max(*seq_lens, 1))
+    random, shuffle = torch.Generator().manual_seed(seed + content), torch.Generator().manual_seed(seed)
+    spec = make_spec(
+        {**fields, "phase": phase, "causal": causal, "shared": shared, "levels": levels},
+        query_lens,
+        total=sum(query_lens) + padded_rows * max(query_lens),
+        context=max(*seq_lens, 1) + slack,
+    )
     device, ragged = spec.device, spec.attention == "ragged"
     q_lens = [*query_lens, *[query_lens[0]] * padded_rows]
     lens = [*seq_lens, *[query_lens[0]] * padded_rows]
-    table, num_pages = (None, 0) if ragged else _page_table(lens, len(seq_lens), spec.page_size, shuffle)
-    mask, positions = _trees(q_lens, lens, random) if spec.query_mask else (None, None)
+    table, num_pages = None, 0
+    if not ragged:
+        table, num_pages = page_table(lens, len(seq_lens), spec.page_size, shuffle, order, spare, shared)
+    mask, positions = trees(q_lens, lens, shuffle) if spec.query_mask else (None, None)
     batch = ForwardBatch.from_lengths(
         q_lens,
         lens,
@@ -140,18 +183,22 @@ def make_problem(
         positions=None if positions is None else positions.to(device),
         device=device,
         host_lengths=host_lengths,
+        max_seq_len=max(lens) + slack,
         num_real_reqs=len(seq_lens),
         query_mask=None if mask is None else mask.to(device),
+        shared_levels=shared_levels(table, shared, device) if table is not None and levels else (),
     )
     batch = replace(batch, positions=batch.positions + dropped)
-    q, k, v = _tokens(spec, sum(q_lens), random)
+    q, k, v = tokens(spec, sum(q_lens), random, heads_first)
     if ragged:
-        _, k, v = _tokens(spec, sum(lens), random)
+        _, k, v = tokens(spec, sum(lens), random, heads_first)
+    layout = layout or (None if ragged else BUILTIN_LAYOUTS[spec.kv_layout])
     problem = Problem(
         spec=spec,
         batch=batch,
-        storage=None if ragged else _storage(spec, num_pages),
-        q=q,
+        layout=layout,
+        storage=None if layout is None else _storage(layout, spec, num_pages, poison),
+        q=q.zero_() if zero_queries else q,
         k=None if cross else k,
         v=None if cross else v,
         k_scale=k_scale,
@@ -164,54 +211,48 @@ def make_problem(
     return problem
 
 
-def make_spec(fields: dict[str, Any], *, tokens: int, context: int) -> BackendSpec:
-    """A small spec for a problem: `fields` over defaults, with the limits that the problem needs."""
+def make_spec(
+    fields: Mapping[str, Any], query_lens: Sequence[int], *, total: int = 64, context: int = 64
+) -> BackendSpec:
+    """A small spec for a problem: what is a field of BackendSpec, over defaults, with the limits it needs at least."""
     small: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    small |= {"max_batch": 64, "max_tokens": max(total, 64), "max_context": max(context, 64)}
+    levels = fields.get("shared", ()) if fields.get("levels", True) else ()
+    small |= {"non_causal": not fields.get("causal", True), "max_levels": len(levels)}
     if fields.get("attention") != "ragged":
         small |= {"page_size": 4, "kv_layout": "nhd"}
-    given = small | fields
+    if fields.get("phase") == "decode":
+        small["query_lens"] = frozenset(query_lens)
+    known = BackendSpec.__dataclass_fields__.keys() - {"query_lens"}
+    given = small | {name: value for name, value in fields.items() if name in known}
     given.setdefault("kv_dtype", given["dtype"])
     given.setdefault("v_head_dim", given["head_dim"])
     given.setdefault("scale", given["head_dim"] ** -0.5)
-    return BackendSpec(**given, max_batch=64, max_tokens=max(tokens, 64), max_context=max(context, 64))
+    return BackendSpec(**given)
 
 
 def store(layer: AttentionLayer, k: Tensor, v: Tensor, loc: Tensor, page_size: int) -> None:
-    """Writes tokens into their slots one at a time, byte by byte as the contract says."""
-    assert isinstance(layer.kv, PagedView)
+    """Writes tokens into their slots one at a time, byte by byte as the contract says; by the view if it is opaque."""
+    if not isinstance(layer.kv, PagedView):
+        assert layer.kv is not None, "there is a cache to store into"
+        layer.kv.write(k, v, loc.to(k.device))
+        return
     for token, slot in enumerate(loc.tolist()):
         page, offset = divmod(slot, page_size)
         for cache, x, scale in ((layer.kv.k, k, layer.k_scale), (layer.kv.v, v, layer.v_scale)):
             cache[page, offset].copy_(encode(x[token], cache.dtype, scale))
 
 
-def _page_table(lens: Sequence[int], real: int, page_size: int, random: torch.Generator) -> tuple[Tensor, int]:
-    """Pages in random order, some left over: int32 [B, W], and their number. Padded rows have the null page."""
-    pages = [-(-length // page_size) for length in lens]
-    free = (torch.randperm(sum(pages[:real]) + 3, generator=random) + 1).tolist()
-    num_pages = len(free) + 1
-    table = torch.zeros(len(lens), max(*pages, 1), dtype=torch.int32)
-    for row in range(real):
-        table[row, : pages[row]] = torch.tensor([free.pop() for _ in range(pages[row])], dtype=torch.int32)
-    return table, num_pages
-
-
-def _storage(spec: BackendSpec, num_pages: int) -> Tensor:
-    size = BUILTIN_LAYOUTS[spec.kv_layout].bytes_per_page(spec)
-    return torch.full((num_pages, size), POISON, dtype=torch.uint8, device=spec.device)
-
-
-def _tokens(spec: BackendSpec, count: int, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of `count` tokens, as strided views of one fused projection."""
-    widths = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim]
-    fused = torch.randn(count, sum(widths), generator=random, dtype=torch.float64)
-    q, k, v = torch.split(fused.to(torch_dtype(spec.dtype)).to(spec.device), widths, dim=1)
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    return (
-        q.view(count, heads, spec.head_dim),
-        k.view(count, kv_heads, spec.head_dim),
-        v.view(count, kv_heads, spec.v_head_dim),
-    )
+def _storage(layout: type[KVLayout], spec: BackendSpec, num_pages: int, poison: Poison) -> Tensor:
+    """A cache without a key in it."""
+    storage = zeroed(num_pages * layout.bytes_per_page(spec), spec.device).view(num_pages, -1)
+    view, dtype = layout.view(storage, spec, 1.0, 1.0), torch_dtype(spec.kv_dtype)
+    if poison == "nan" or not isinstance(view, PagedView):
+        return storage.fill_(POISON)
+    value = torch.finfo(dtype).max if poison == "huge" or dtype == torch.float8_e4m3fn else math.inf
+    for cache in (view.k, view.v):
+        cache.copy_(torch.full(cache.shape[-1:], value, dtype=dtype, device=spec.device).expand(cache.shape))
+    return storage
 
 
 def _fill(
@@ -229,20 +270,5 @@ def _fill(
         count = lens[row] if cross else lens[row] - q_lens[row]
         keys = torch.arange(count)
         loc = table[row, keys // spec.page_size].long() * spec.page_size + keys % spec.page_size
-        _, k, v = _tokens(spec, count, random)
+        _, k, v = tokens(spec, count, random)
         store(layer, k, v, loc, spec.page_size)
-
-
-def _trees(q_lens: Sequence[int], lens: Sequence[int], random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A random forest per row: who is whose ancestor or itself, bool [Σ q²], and positions by depth, int64 [T]."""
-    masks, positions = [], []
-    for new, length in zip(q_lens, lens, strict=True):
-        seen, depth = torch.eye(new, dtype=torch.bool), torch.zeros(new, dtype=torch.long)
-        for i in range(1, new):
-            parent = int(torch.randint(-1, i, (), generator=random))
-            if parent >= 0:
-                seen[i] |= seen[parent]
-                depth[i] = depth[parent] + 1
-        masks.append(seen.flatten())
-        positions.append(depth + length - new)
-    return torch.cat(masks), torch.cat(positions)

@@ -26,10 +26,19 @@ COMMON: dict[str, Any] = {
 }
 
 
+# Extend walks over requests on the host; decode is batched.
+OFFER = Offer(
+    name="torch-native",
+    aliases=("torch",),
+    backend="headstock_torch_native.backend:TorchNative",
+    capabilities=(
+        Capabilities(**COMMON | {"phases": {"extend"}, "host_lengths": "exact"}),
+        Capabilities(**COMMON | {"phases": {"decode"}, "host_lengths": "bound", "query_lens": ANY}),
+    ),
+)
+
+
 @hookimpl
 def attention_backends() -> list[Offer]:
-    """The one backend of this plugin: extend walks over requests on the host, decode is batched."""
-    extend = Capabilities(**COMMON | {"phases": {"extend"}, "host_lengths": "exact"})
-    decode = Capabilities(**COMMON | {"phases": {"decode"}, "host_lengths": "bound", "query_lens": ANY})
-    backend = "headstock_torch_native.backend:TorchNative"
-    return [Offer(name="torch-native", aliases=("torch",), backend=backend, capabilities=(extend, decode))]
+    """The one backend of this plugin."""
+    return [OFFER]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headstock import AttentionBackend, AttentionLayer, BackendSpec, ForwardBatch, HeadstockError, Workspace
+from headstock_torch_native import OFFER
 from headstock_torch_native.attend import matmul, sdpa
 from headstock_torch_native.plan import Block, plan
 
@@ -21,7 +22,7 @@ class TorchNative(AttentionBackend):
 
     def __init__(self, spec: BackendSpec, workspace: Workspace):
         super().__init__(spec, workspace)
-        _check(spec)
+        OFFER.check(spec)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -48,6 +49,8 @@ class TorchNative(AttentionBackend):
         if layer.kv is not None:
             k, v = layer.kv.gather(block.loc)
         elif k is not None and v is not None:
+            if len(k) == 0:  # no row has a key: one that nobody sees stands in
+                k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
             k, v = k.index_select(0, block.loc), v.index_select(0, block.loc)
         if k is None or v is None:
             raise HeadstockError(
@@ -70,18 +73,3 @@ class TorchNative(AttentionBackend):
             q, k, v, out, None if lse is None else block.part(lse), mask=block.mask, distance=block.distance,
             scale=scale, v_scale=layer.v_scale, softcap=spec.softcap, sinks=layer.sinks, slopes=layer.alibi_slopes,
         )  # fmt: skip
-
-
-def _check(spec: BackendSpec) -> None:
-    """Refuses what the plan would otherwise leave out silently."""
-    kv_dtypes = (spec.dtype, "float8_e4m3fn", "float8_e5m2")
-    for what, asked, works in [
-        ("mla attention", spec.attention == "mla", "paged or ragged attention"),
-        ("captured graphs", bool(spec.graph_buckets), "eager steps"),
-        ("shared prefix levels", spec.max_levels > 0, "max_levels=0"),
-        ("batch invariance", spec.batch_invariant, "batch_invariant=False"),
-        (f"a {spec.kv_dtype} cache", spec.kv_dtype not in kv_dtypes, " or ".join(kv_dtypes)),
-        (f"{spec.num_heads}/{spec.num_kv_heads} heads", spec.num_heads % spec.num_kv_heads != 0, "a whole ratio"),
-    ]:
-        if asked:
-            raise HeadstockError(f"torch-native does not offer {what}", works=works)

@@ -153,7 +153,8 @@ class _Planner:
             return (pages.long() * batch.page_size + indices % batch.page_size).flatten()
         assert batch.kv_indptr is not None
         first = batch.kv_indptr[:-1][rows].long()[:, None]
-        return (first + indices).minimum(batch.kv_indptr[-1:] - 1).flatten()  # the last row may have no key at all
+        # rows may have no key, all of them even
+        return (first + indices).minimum(batch.kv_indptr[-1:] - 1).clamp_(min=0).flatten()
 
     def as_mask(self, seen: Tensor) -> Tensor:
         """Visibility in the form that the chosen way to attend takes."""

@@ -1,0 +1,107 @@
+"""`headstock check`: the conformance suite for an installed backend, without writing a test."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections import Counter
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headstock.cli.options import JSON
+from headstock.cli.tables import document, table
+from headstock.errors import HeadstockError
+
+if TYPE_CHECKING:
+    from headstock.testing.suite import Outcome, Suite
+
+
+class Phase(StrEnum):
+    """The phases that `--phase` takes."""
+
+    extend = "extend"
+    decode = "decode"
+
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="the backend, as `headstock backends` lists it")]
+Full = Annotated[bool, typer.Option("--full/--quick", help="every declared value and features in pairs, or a choice")]
+OnePhase = Annotated[Phase | None, typer.Option("--phase", help="only this phase")]
+Only = Annotated[str | None, typer.Option("--case", metavar="GLOB", help="only cases of this name")]
+Where = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:1")]
+Stop = Annotated[bool, typer.Option("--exitfirst", "-x", help="stop at the first failure, which is the smallest")]
+Report = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="write the report as an HTML page too")]
+SHOWN = 3
+
+
+def check(
+    name: Name,
+    full: Full = False,
+    phase: OnePhase = None,
+    case: Only = None,
+    device: Where = "auto",
+    exitfirst: Stop = False,
+    report: Report = None,
+    json: JSON = False,
+) -> None:
+    """Runs the conformance suite on a backend: what it declares must be right, and what it does not, refused.
+
+    Cases are made from the backend's capability records and run smallest first. Exits with 1 if one fails.
+    """
+    from headstock.testing.report import as_dict, as_html
+    from headstock.testing.suite import Suite
+
+    if report is not None and not report.parent.is_dir():
+        raise HeadstockError(f"cannot write {report}: no such folder", given=str(report.parent), works="--report FILE")
+    faulthandler.enable()  # a kernel that kills the process says at least where
+    suite = Suite(name, device=device, level="full" if full else "quick", phase=phase and phase.value, only=case)
+    outcomes = _run(suite, exitfirst)
+    if report is not None:
+        report.write_text(as_html(suite, outcomes), encoding="utf-8")
+    if json:
+        document(**as_dict(suite, outcomes))
+    else:
+        _show(suite, outcomes)
+    if not all(outcome.good for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def _run(suite: Suite, exitfirst: bool) -> list[Outcome]:
+    """Every outcome, with progress on a terminal's stderr; the name of the case that runs is on it."""
+    everything, outcomes = suite.everything(), []
+    live = sys.stderr.isatty()
+    for number, each in enumerate(everything, 1):
+        if live:
+            print(f"\r\033[K{number}/{len(everything)} {each.name}", end="", flush=True, file=sys.stderr)
+        outcomes.append(suite.outcome(each))
+        if exitfirst and not outcomes[-1].good:
+            break
+    if live:
+        print("\r\033[K", end="", file=sys.stderr)
+    return outcomes
+
+
+def _show(suite: Suite, outcomes: list[Outcome]) -> None:
+    from headstock.testing.report import axes, summary
+
+    failures = [outcome for outcome in outcomes if not outcome.good]
+    laws = Counter((outcome.law, outcome.good) for outcome in outcomes)
+    names = sorted({law for law, _ in laws})
+    table(("law", "good", "failed"), [(law, str(laws[law, True]), str(laws[law, False] or "")) for law in names])
+    print()
+    rows = [(a["axis"], "; ".join(a["declared"]), _few(a["exercised"]), _few(a["could_be_declared"]))
+            for a in axes(suite, outcomes)]  # fmt: skip
+    table(("axis", "declared", "exercised", "could be declared"), rows)
+    for outcome in failures[:SHOWN]:
+        print(f"\nFAILED {outcome.name}\n  {outcome.message}")
+    if len(failures) > SHOWN:
+        print(
+            f"\nand {len(failures) - SHOWN} more: {', '.join(outcome.name for outcome in failures[SHOWN : SHOWN + 5])}…"
+        )
+    print(f"\n{summary(suite, outcomes)}")
+
+
+def _few(words: list[str], most: int = 8) -> str:
+    return ", ".join(words[:most]) + (f" … {len(words)} in all" if len(words) > most else "")
