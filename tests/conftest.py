@@ -52,14 +52,17 @@ class Environment:
         """Runs the pip of these tests on this environment, without the package index; what it prints."""
         return run(sys.executable, "-m", "pip", "--python", self.python, *arguments, cwd=self.folder).stdout
 
-    def run(self, program: str, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, program: str, *arguments: object, code: int = 0, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """Runs a program installed here, outside the checkout, and expects it to exit with `code`."""
-        return run(self.folder / "bin" / program, *arguments, cwd=self.folder, code=code)
+        return run(self.folder / "bin" / program, *arguments, cwd=self.folder, code=code, **variables)
 
 
-def run(*command: object, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs a command without the variables that change what is imported or discovered, and expects the exit `code`."""
+def run(*command: object, cwd: Path, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command and expects the exit `code`; of what changes imports and discovery, only `variables` are set."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HEADSTOCK_PLUGINS")}
+    env |= variables
     done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == code, f"{command[0]} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
     return done
@@ -85,6 +88,12 @@ def build(tmp_path_factory):
         return wheels
 
     return build
+
+
+@pytest.fixture(scope="session", name="run")
+def _run():
+    """`run`, for tests, which cannot import this file."""
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import uuid
@@ -220,6 +221,67 @@ def test_a_decision_pins_a_run(generate, model, plain, tmp_path, monkeypatch, ca
     code, out, err = generate("Hi", "--decision", pinned, "--dtype", "bfloat16")
     assert (code, out) == (2, "")
     assert "dtype" in err
+
+
+WATCHER = """
+@hookimpl
+def after_forward(batch):
+    if batch.num_tokens == 1:
+        raise OSError("the disk is full")
+"""
+
+
+def test_what_fails_during_a_run_is_told_at_its_end(generate, tmp_path):
+    (path,) = (tmp_path / "site").glob("plain_*.py")
+    path.write_text(BACKEND + WATCHER, encoding="utf-8")
+    code, _, err = generate("Hi", "--max-tokens", 3)
+    *_, speed, notice = err.splitlines()
+    assert code == 0
+    assert "tokens/s" in speed
+    assert notice.startswith(
+        "notice: after_forward of the plugin plain (plain-dist 1.0) failed and is left out: OSError"
+    )
+    assert err.count("notice: ") == 1
+    assert generate("Hi", "--max-tokens", 3, "--quiet")[2] == ""
+
+
+def test_options_of_a_backend_that_was_not_chosen_are_told(generate, tmp_path):
+    (path,) = (tmp_path / "site").glob("plain_*.py")
+    two = "capabilities=can), Offer(name='spare', backend=Plain, options=Options, capabilities=can)]"
+    path.write_text(BACKEND.replace("capabilities=can)]", two), encoding="utf-8")
+    err = generate("Hi", "--max-tokens", 1, "--backend-option", "spare.upcast=false")[2]
+    assert err.count("notice: the options of spare are not used: another backend was chosen") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["x" * 64, "--raw"], "the prompt leaves no room for an answer; given: 64 tokens in a context of 64"),
+        (["x" * 8, "--raw", "--max-context", 8], "or a longer context; type: --max-context 64"),
+        (["Hi", "--output", "/no/such/folder/out"], "cannot write /no/such/folder/out: no such folder"),
+        (["Hi", "--output", "/"], "cannot write /: it is a folder"),
+    ],
+)
+def test_prompts_and_output_are_checked_before_weights_are_read(generate, model, tmp_path, arguments, told):
+    folder = shutil.copytree(model, tmp_path / "damaged")
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    assert refused(generate(*arguments, "--model", folder), told)
+    assert refused(generate("Hi", "--model", folder), "model.safetensors")
+
+
+def test_an_earlier_output_survives_a_refusal(generate, model, tmp_path):
+    folder, output = shutil.copytree(model, tmp_path / "damaged"), tmp_path / "out.jsonl"
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    output.write_text("earlier", encoding="utf-8")
+    assert refused(generate("Hi", "--model", folder, "--output", output), "model.safetensors")
+    assert output.read_text(encoding="utf-8") == "earlier"
+
+
+def test_a_tokenizer_of_another_model_is_refused(generate, model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 20}), encoding="utf-8")
+    assert refused(generate("zz", "--raw", "--model", folder), "the prompt holds a token outside the vocabulary")
 
 
 def test_options_of_a_backend(generate):

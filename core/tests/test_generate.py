@@ -167,11 +167,10 @@ def test_a_cache_too_small_for_all_makes_them_wait_in_order(folder, tokenizer):
 
 
 def test_a_long_request_at_the_head_is_not_overtaken(folder, tokenizer):
-    generator, first_texts = make(folder, tokenizer, kv_tokens=64), []
+    generator, finished = make(folder, tokenizer, kv_tokens=64), []
     prompts = [prompt_of(20, 1), prompt_of(50, 2), prompt_of(2, 3)]
-    seen = lambda index, text: first_texts.append(index) if index not in first_texts else None  # noqa: E731
-    generator.generate(prompts, SamplingParams(max_tokens=10), on_text=seen)
-    assert first_texts == [0, 1, 2]
+    generator.generate(prompts, SamplingParams(max_tokens=10), on_done=lambda index, done: finished.append(index))
+    assert finished == [0, 1, 2]
     assert_all_free(generator)
 
 

@@ -71,3 +71,44 @@ def test_the_plan_is_told_by_purpose():
 
 def test_free_memory_of_this_machine_is_a_number_of_bytes():
     assert Device.open("cpu").free_memory() > 2**20
+
+
+MIB = 2**20
+
+
+V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "mib"),
+    [
+        (None, {}, 1000),
+        ("0::/", {}, 1000),
+        ("0::/a", {f"{V2}/a/memory.max": "max", f"{V2}/a/memory.current": 1}, 1000),
+        ("0::/a", {f"{V2}/a/memory.max": 300, f"{V2}/a/memory.current": 100}, 200),
+        ("0::/a", {f"{V2}/a/memory.max": 3000, f"{V2}/a/memory.current": 4}, 1000),
+        ("0::/a", {f"{V2}/a/memory.max": 3, f"{V2}/a/memory.current": 4}, 0),
+        # Seen from inside a container, its own group is the top of the tree, whatever it is called outside.
+        ("0::/a", {f"{V2}/memory.max": 300, f"{V2}/memory.current": 100}, 200),
+        ("0::/a/b", {f"{V2}/a/memory.max": 300, f"{V2}/a/memory.current": 250, f"{V2}/a/b/memory.max": 400,
+                     f"{V2}/a/b/memory.current": 10}, 50),
+        ("0::/a", {f"{V2}/a/memory.max": 300, f"{V2}/a/memory.current": 300,
+                   f"{V2}/a/memory.stat": f"anon 5\ninactive_file {MIB * 20}"}, 20),
+        ("5:cpu,cpuacct:/x\n4:memory:/a\n1:name=systemd:/b:c", {
+            f"{V1}/a/memory.limit_in_bytes": 64, f"{V1}/a/memory.usage_in_bytes": 30,
+            f"{V1}/a/memory.stat": f"inactive_file {MIB}\ntotal_inactive_file {MIB * 2}"}, 36),
+    ],
+)  # fmt: skip
+def test_free_memory_is_the_least_that_the_system_and_control_groups_leave(tmp_path, groups, files, mib):
+    """Numbers in `files` are MiB; the system has 1000 to give."""
+    files = {"proc/meminfo": f"MemTotal: 99 kB\nMemAvailable: {1000 * 1024} kB", **files}
+    if groups:
+        files["proc/self/cgroup"] = groups
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{content * MIB if isinstance(content, int) else content}\n", encoding="ascii")
+    assert Device.open("cpu").free_memory(tmp_path) == mib * MIB
+
+
+def test_free_memory_without_any_of_those_files_is_the_machines(tmp_path):
+    assert Device.open("cpu").free_memory(tmp_path) > 2**20

@@ -387,6 +387,18 @@ def test_a_pin_and_another_choice_exclude_each_other(policy: Policy, what: str) 
         decision.pin(policy)
 
 
+def test_a_pin_and_an_alias_of_the_same_backend_agree() -> None:
+    native = Offer(name="torch-native", backend="a.b:C", capabilities=record(), aliases=("torch",))
+    field = [Candidate.of(native), Candidate.of(offer("b"))]
+    decision = negotiate(BOTH, field, Policy(backends={"all": "torch"}))
+    for name in ("torch", "Torch", "torch-native", "torch_native"):
+        pinned = decision.pin(Policy(backends={"all": name}), field)
+        assert negotiate(BOTH, field, pinned).outcome == decision.outcome
+    for name, known in (("b", field), ("torch", []), ("torch", [*field, Candidate.of(offer("torch"))])):
+        with pytest.raises(NegotiationError, match="the pinned decision has another backend"):
+            decision.pin(Policy(backends={"decode": name}), known)
+
+
 def test_nothing_unsolved_is_pinned() -> None:
     with pytest.raises(NegotiationError, match="the decision has no solution to pin"):
         negotiate(BOTH, []).pin(Policy())

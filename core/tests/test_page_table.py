@@ -87,6 +87,35 @@ def test_closing_gives_back_pages_and_leaves_a_row_of_null_pages_and_no_length()
         pages.close(again)
 
 
+def test_a_row_may_begin_with_pages_of_the_cache_which_outlive_it():
+    pages = table()
+    cached = pages.allocator.allocate(2)
+    slot = pages.open(cached)
+    assert (pages.lengths[slot], pages.missing(slot, 8), pages.missing(slot, 9)) == (8, 0, 1)
+    pages.reserve({slot: 14})
+    assert pages.rows([slot], 16).tolist() == [[1, 2, 3, 4]]
+    assert (list(pages.pages(slot)), pages.own_pages()) == ([1, 2, 3, 4], [3, 4])
+    pages.close(slot)
+    assert (pages.allocator.num_free, pages.own_pages()) == (6, [])
+    pages.allocator.free(cached)
+    assert pages.open() == slot
+    assert pages.lengths[slot] == 0
+
+
+def test_sharing_gives_pages_away_and_frees_those_that_the_cache_had_already():
+    pages = table()
+    [cached] = pages.allocator.allocate(1)
+    slot = pages.open()
+    pages.reserve({slot: 12})
+    pages.share(slot, [cached, 3])
+    assert pages.rows([slot], 12).tolist() == [[cached, 3, 4]]
+    assert (pages.own_pages(), pages.allocator.num_free) == ([4], 5)
+    pages.share(slot, [cached, 3, 4])
+    pages.close(slot)
+    assert pages.allocator.num_free == 5
+    pages.allocator.free([cached, 3, 4])
+
+
 def test_a_batchs_rows_are_a_copy_in_the_order_asked_for_and_as_wide_as_needed():
     pages = table()
     one, two = pages.open(), pages.open()

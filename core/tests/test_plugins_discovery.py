@@ -8,12 +8,12 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from headstock import discover, plugins
-from headstock.offer import API_VERSION
+from headstock.offer import API_VERSION, Fault
 from headstock.plugins import entry_points, installed
 
 OFFER = """
@@ -359,14 +359,49 @@ def test_the_order_of_installation_changes_nothing(site, tmp_path, monkeypatch):
     assert all(other == first for other in others)
 
 
-def test_a_plugin_that_hangs_is_named_while_it_hangs(site, monkeypatch, capsys):
-    monkeypatch.setattr(plugins, "HANG_SECONDS", 0.05)
-    site.add("sleepy", "import time; time.sleep(0.5)\n" + OFFER.replace("NAME", "sleepy"))
+def test_a_plugin_that_hangs_is_named_and_left_behind(site, monkeypatch, capsys):
+    monkeypatch.setattr(plugins, "HANG_SECONDS", 0.2)
+    site.add("asleep", "import time; time.sleep(60)")
+    busy = "import time\nend = time.monotonic() + 1\nwhile time.monotonic() < end:\n    pass"
+    site.add("busy", busy)
     site.add("quick")
-    found = load("sleepy", "quick")
-    time.sleep(0.1)
+    found = load("asleep", "busy", "quick")
     told = capsys.readouterr().err
-    assert "'sleepy' (sleepy-dist)" in told
-    assert "HEADSTOCK_PLUGINS=-sleepy" in told
+    for name in ("asleep", "busy"):
+        assert found[name].fault.what == "it has not finished loading after 0.2 s"
+        assert f"HEADSTOCK_PLUGINS=-{name}" in found[name].fault.cure
+        assert f"{name!r} ({name}-dist): it has not finished" in told
+    assert found["quick"].fault is None
     assert "quick" not in told
-    assert found["sleepy"].fault is None
+
+
+def test_a_plugin_may_be_slow_to_the_limit_of_patience(site, monkeypatch):
+    monkeypatch.setattr(plugins, "HANG_SECONDS", 30)
+    site.add("slow", "import time; time.sleep(0.1)\n" + OFFER.replace("NAME", "slow"))
+    assert load("slow")["slow"].fault is None
+
+
+def test_plugins_are_found_from_any_thread(site):
+    site.add("alpha")
+    site.add("broken", "raise OSError('gone')")
+    with ThreadPoolExecutor() as pool:
+        found = {each.name: each.usable for each in pool.submit(discover, ["alpha", "broken"]).result()}
+    assert found == {"alpha": True, "broken": False}
+
+
+def test_what_a_process_of_a_plugin_prints_does_not_reach_standard_output(site):
+    site.add("shell", "import os; os.system('echo from a process'); os.write(1, b'from C')\n" + OFFER)
+    code = "from headstock import discover; print([each.name for each in discover()])"
+    done = site.run(code, HEADSTOCK_PLUGINS="shell")
+    assert done.stdout == "['name']\n"
+    assert "from a process" in done.stderr
+    assert "from C" in done.stderr
+
+
+def test_candidates_know_their_plugin_and_do_not_tell_it_in_documents(site):
+    site.add("alpha")
+    site.add("broken", "raise OSError('gone')")
+    for candidate in discover(["alpha", "broken"]):
+        assert candidate.plugin.name == candidate.name
+        assert "plugin" not in candidate.model_dump()
+        assert candidate.failed(Fault(what="late")).plugin is candidate.plugin

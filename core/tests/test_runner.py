@@ -189,6 +189,27 @@ def test_fp8_in_the_cache_takes_a_byte_per_number_and_is_what_is_attended_to(fol
     assert (logits - run(full, prompt)).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0), (2, 0, 3, 1)])
+def test_a_mixed_step_is_the_same_in_one_segment_and_in_two_in_any_order_of_rows(folders, model, order):
+    prompts = [prompt_of(length, seed) for seed, length in enumerate((1, 9, 17, 40))]
+    new, logits = [1, 1, 3, 40], {}
+    for mixed in ("extend", "split"):
+        ours = runner(folders[model], mixed=mixed)
+        slots = [ours.pages.open() for _ in prompts]
+        ours.forward(slots[1:3], [prompts[1][:-1], prompts[2][:-3]])
+        logits[mixed] = ours.forward([slots[i] for i in order], [prompts[i][-new[i] :] for i in order])
+        segments = [("extend", 4, 45)] if mixed == "extend" else [("decode", 2, 2), ("extend", 2, 43)]
+        for instance in ours.instances:
+            assert instance.backend.seen[-len(segments) :] == segments
+            assert instance.spec.max_plans == len(segments)
+        single = ours.forward(slots[:1], [[5]])
+        assert ours.instances[0].backend.seen[-1] == ("decode", 1, 1)
+        close(single[0], dense_logits(folders[model], [*prompts[0], 5])[-1])
+    close(logits["split"], logits["extend"])
+    close(logits["split"], torch.stack([dense_logits(folders[model], prompts[i])[-1] for i in order]))
+
+
 def test_random_weights_are_drawn_by_seed():
     config = ModelConfig.from_hf(RAW)
     first, again, other = (run(runner(config, seed=seed), [1, 2, 3]) for seed in (1, 1, 2))
@@ -432,6 +453,7 @@ def test_refusals_come_before_weights_are_read(folder, tmp_path):
         ({"max_context": 97}, "at most 96, the model's own"),
         ({"max_batch": 0}, "max_batch is too small"),
         ({"max_tokens": 3}, "max_tokens is too small; given: 3; would work: 4 or more"),
+        ({"mixed": "both"}, 'not a way to run a step; given: both; would work: "extend" or "split"'),
         ({"device": "nowhere"}, "unknown device"),
         ({"dtype": "float33"}, "float33"),
         ({"kv_dtype": "int3"}, "int3"),

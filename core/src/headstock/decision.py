@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from headstock.capabilities import AXES
 from headstock.errors import NegotiationError
-from headstock.offer import Fault
+from headstock.offer import Candidate, Fault
 from headstock.policy import Policy
 from headstock.requirement import Requirement
+from headstock.solver import answering
 
 
 class _Record(BaseModel):
@@ -141,15 +142,17 @@ class Decision(_Record):
                 return choice
         raise KeyError((group, role))
 
-    def pin(self, policy: Policy) -> Policy:
+    def pin(self, policy: Policy, candidates: Iterable[Candidate] = ()) -> Policy:
         """`policy` with this outcome as the user's explicit choice: it is given again, or refused, never replaced.
 
-        Raises NegotiationError where there is no outcome, or where `policy` explicitly chooses another.
+        `candidates` tell which names are aliases of one backend. Raises NegotiationError where there is no outcome, or
+        where `policy` explicitly chooses another.
         """
         if not self.solved:
             raise NegotiationError("the decision has no solution to pin", given=self.conflict)
+        field = list(candidates)
         for choice in self.choices:
-            _check_agreement(choice, policy)
+            _check_agreement(choice, policy, field)
         served = [choice for choice in self.choices if choice.winners]
         return policy.model_copy(
             update={
@@ -161,11 +164,13 @@ class Decision(_Record):
         )
 
 
-def _check_agreement(choice: Choice, policy: Policy) -> None:
+def _check_agreement(choice: Choice, policy: Policy, field: list[Candidate]) -> None:
     """Refuses an explicit choice that says something else than the pinned one."""
     need = choice.requirement
     backend, chosen = choice.winners[0].backend if choice.winners else None, policy.chosen(need)
-    asked: list[tuple[str, object, object]] = [("backend", chosen[1] if chosen else None, backend)]
+    asked: list[tuple[str, object, object]] = []
+    if chosen and backend not in answering(chosen[1], field):
+        asked.append(("backend", chosen[1], backend))
     if need.cached:
         asked.append(("page size", policy.page_size, need.page_size))
         asked.append(("KV layout", policy.layout(need.group), need.kv_layout))

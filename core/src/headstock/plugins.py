@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import pluggy
 import pydantic
@@ -30,6 +30,8 @@ from headstock.requires import missing_packages
 GROUP = "headstock"
 ALLOW_LIST = "HEADSTOCK_PLUGINS"
 HANG_SECONDS = 10.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class Plugin:
     def candidates(self) -> list[Candidate]:
         """What this plugin puts forward; a plugin that did not load stands in under its own name, with its fault."""
         return [
-            Candidate(
+            Discovered(
+                plugin=self,
                 name=offer.name if offer else canonical(self.name),
                 offer=offer,
                 fault=self.fault,
@@ -57,6 +60,12 @@ class Plugin:
             )
             for offer in self.offers or ([None] if self.fault else [])
         ]
+
+
+class Discovered(Candidate):
+    """A candidate that knows its `Plugin`, whose observers are called wherever the candidate is offered."""
+
+    plugin: Any = pydantic.Field(exclude=True, repr=False)
 
 
 def discover(allow: Iterable[str] | None = None) -> list[Candidate]:
@@ -132,12 +141,14 @@ def _load(point: metadata.EntryPoint, namesakes: list[metadata.EntryPoint], vers
         return Plugin(**plugin, fault=Fault(what=what, cure=f"pip uninstall {distribution}, or the other"))
     missing = missing_packages((point.dist.requires if point.dist else None) or [], versions)
     try:
-        with stdout_to_stderr(), _watchdog(point.name, distribution):
-            module = importlib.import_module(point.module)
-            hooks = _hooks(module, point.name)
-            offers = _offers(module) if "attention_backends" in hooks else ()
+        with stdout_to_stderr():
+            module, hooks, offers = _in_time(lambda: _import(point))
     except KeyboardInterrupt:
         raise
+    except Hanging as error:
+        hung = Fault(what=str(error), cure=f"pip uninstall {distribution}, or leave it out: {ALLOW_LIST}=-{point.name}")
+        print(f"headstock: goes on without the plugin {point.name!r} ({distribution}): {hung}", file=sys.stderr)
+        return Plugin(**plugin, fault=hung)
     except BaseException as error:
         fault = describe_fault(error, f"reinstall or remove it: pip uninstall {distribution}")
         if missing:  # the likelier cause, and one that can be mended
@@ -147,8 +158,45 @@ def _load(point: metadata.EntryPoint, namesakes: list[metadata.EntryPoint], vers
     return Plugin(**plugin, fault=_version_fault(offers) or missing)
 
 
+def _import(point: metadata.EntryPoint) -> tuple[ModuleType, dict[str, Any], tuple[Offer, ...]]:
+    module = importlib.import_module(point.module)
+    hooks = _hooks(module, point.name)
+    return module, hooks, _offers(module) if "attention_backends" in hooks else ()
+
+
 class BadPlugin(Exception):
     """What is wrong with a plugin's module, and the cure."""
+
+
+class Hanging(Exception):
+    """Something that was not done within HANG_SECONDS."""
+
+
+def _in_time(load: Callable[[], T]) -> T:
+    """What `load` returns or raises; raises Hanging once it has taken HANG_SECONDS, and leaves it behind.
+
+    It runs in a thread of its own, which costs less than a millisecond. An alarm signal would cost less yet, but only
+    works in the main thread, cannot end a wait inside C code, takes a handler that may be the application's, and stops
+    imports half-way that others go on to need: half a torch is worse than none. What never lets go of the interpreter
+    lock stops every thread of a process; `doctor` looks from another one.
+    """
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            returned.append(load())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(HANG_SECONDS)
+    if raised:
+        raise raised[0]
+    if not returned:
+        raise Hanging(f"it has not finished loading after {HANG_SECONDS:g} s")
+    return returned[0]
 
 
 def _hooks(module: ModuleType, name: str) -> dict[str, Any]:
@@ -230,29 +278,19 @@ def _source(point: metadata.EntryPoint) -> str:
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Keeps what a plugin prints while it is imported out of listings that programs read."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
-
-
-@contextlib.contextmanager
-def _watchdog(name: str, distribution: str) -> Iterator[None]:
-    """Names a plugin that hangs, so that the person waiting knows which one to leave out."""
-
-    def bark() -> None:
-        print(
-            f"headstock: the plugin {name!r} ({distribution}) has been loading for {HANG_SECONDS:.0f} s; "
-            f"to leave it out: {ALLOW_LIST}=-{name}",
-            file=sys.stderr,
-        )
-
-    timer = threading.Timer(HANG_SECONDS, bark)
-    timer.daemon = True
-    timer.start()
+    """Keeps what a plugin prints while it is imported, or has C code or a process print, out of what programs read."""
     try:
+        stdout = os.dup(1)
+    except OSError:  # closed, so that nobody reads it
         yield
+        return
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
-        timer.cancel()
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 class Observers:

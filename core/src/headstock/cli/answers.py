@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,6 +62,16 @@ class Answers:
             "prompt_tokens": completion.prompt_tokens,
             "tokens": len(completion.tokens),
         }
+
+
+def check_output(output: Path | None) -> None:
+    """Raises HeadstockError where `opened` would, and leaves an earlier file as it is."""
+    if output is None:
+        return
+    target = output if output.exists() else output.parent
+    if output.is_dir() or not os.access(target, os.W_OK):
+        reason = "it is a folder" if output.is_dir() else "it is not writable" if target.exists() else "no such folder"
+        raise HeadstockError(f"cannot write {output}: {reason}", works="--output with another file")
 
 
 @contextmanager

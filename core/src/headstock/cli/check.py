@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import faulthandler
 import sys
 from collections import Counter
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headstock.cli.options import JSON
-from headstock.cli.tables import document, table
+from headstock.cli.tables import document, paragraphs, table
 from headstock.errors import HeadstockError
 
 if TYPE_CHECKING:
@@ -33,6 +32,7 @@ Only = Annotated[str | None, typer.Option("--case", metavar="GLOB", help="only c
 Where = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:1")]
 Stop = Annotated[bool, typer.Option("--exitfirst", "-x", help="stop at the first failure, which is the smallest")]
 Report = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="write the report as an HTML page too")]
+Timeout = Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="seconds that one case may take")]
 SHOWN = 3
 
 
@@ -43,21 +43,24 @@ def check(
     case: Only = None,
     device: Where = "auto",
     exitfirst: Stop = False,
+    timeout: Timeout = 120.0,
     report: Report = None,
     json: JSON = False,
 ) -> None:
     """Runs the conformance suite on a backend: what it declares must be right, and what it does not, refused.
 
-    Cases are made from the backend's capability records and run smallest first. Exits with 1 if one fails.
+    Cases are made from the backend's capability records and run smallest first, in a process that may crash or hang.
+    Exits with 1 if one fails.
     """
     from headstock.testing.report import as_dict, as_html
     from headstock.testing.suite import Suite
 
     if report is not None and not report.parent.is_dir():
         raise HeadstockError(f"cannot write {report}: no such folder", given=str(report.parent), works="--report FILE")
-    faulthandler.enable()  # a kernel that kills the process says at least where
-    suite = Suite(name, device=device, level="full" if full else "quick", phase=phase and phase.value, only=case)
-    outcomes = _run(suite, exitfirst)
+    level = "full" if full else "quick"
+    options: dict[str, Any] = {"device": device, "level": level, "phase": phase and phase.value, "only": case}
+    suite = Suite(name, **options)
+    outcomes = _run(name, options, suite, exitfirst, timeout)
     if report is not None:
         report.write_text(as_html(suite, outcomes), encoding="utf-8")
     if json:
@@ -68,19 +71,22 @@ def check(
         raise typer.Exit(1)
 
 
-def _run(suite: Suite, exitfirst: bool) -> list[Outcome]:
-    """Every outcome, with progress on a terminal's stderr; the name of the case that runs is on it."""
-    everything, outcomes = suite.everything(), []
+def _run(name: str, options: dict[str, Any], suite: Suite, exitfirst: bool, timeout: float) -> list[Outcome]:
+    """Every outcome, with progress on a terminal's stderr: how many are done, and the case that runs."""
+    from headstock.testing.worker import outcomes
+
+    everything, found = suite.everything(), []
     live = sys.stderr.isatty()
-    for number, each in enumerate(everything, 1):
-        if live:
-            print(f"\r\033[K{number}/{len(everything)} {each.name}", end="", flush=True, file=sys.stderr)
-        outcomes.append(suite.outcome(each))
-        if exitfirst and not outcomes[-1].good:
+    for outcome in outcomes(name, options, suite, timeout):
+        found.append(outcome)
+        if exitfirst and not outcome.good:
             break
+        if live and len(found) < len(everything):
+            running = everything[len(found)].name
+            print(f"\r\033[K{len(found)}/{len(everything)} {running}", end="", flush=True, file=sys.stderr)
     if live:
         print("\r\033[K", end="", file=sys.stderr)
-    return outcomes
+    return found
 
 
 def _show(suite: Suite, outcomes: list[Outcome]) -> None:
@@ -91,9 +97,12 @@ def _show(suite: Suite, outcomes: list[Outcome]) -> None:
     names = sorted({law for law, _ in laws})
     table(("law", "good", "failed"), [(law, str(laws[law, True]), str(laws[law, False] or "")) for law in names])
     print()
-    rows = [(a["axis"], "; ".join(a["declared"]), _few(a["exercised"]), _few(a["could_be_declared"]))
+    rows = [(a["axis"], "; ".join(a["declared"]), _few(a["exercised"]), _few(a["not_exercised"]))
             for a in axes(suite, outcomes)]  # fmt: skip
-    table(("axis", "declared", "exercised", "could be declared"), rows)
+    table(("axis", "declared", "exercised", "not exercised here"), rows)
+    able = [outcome.name for outcome in outcomes if outcome.status == "could be declared"]
+    if able:
+        paragraphs(["", f"could be declared as well: {_few(able)}"])
     for outcome in failures[:SHOWN]:
         print(f"\nFAILED {outcome.name}\n  {outcome.message}")
     if len(failures) > SHOWN:

@@ -13,26 +13,38 @@ from typing import Any
 from headstock.errors import HeadstockError
 from headstock.load import load_backend, load_layout, resolve
 from headstock.offer import Candidate, Fault
-from headstock.plugins import installed
+from headstock.plugins import Plugin, installed
+
+HEAVY = Fault(
+    what="its manifest imports torch, for which every listing waits seconds",
+    cure='offer the class by its name, backend="package.module:Class", and import torch in that module alone',
+)
 
 
 def plugins(name: str) -> list[dict[str, Any]]:
     """What every plugin called `name` (more than one is a fault) offers, and each fault on the way to its classes."""
+    before = "torch" in sys.modules
+    found = installed([name])
+    heavy = [HEAVY] if "torch" in sys.modules and not before else []
     return [
         {
             "name": plugin.name,
             "distribution": f"{plugin.distribution} {plugin.version}".strip(),
             "backends": [offer.name for offer in plugin.offers],
-            "faults": [fault.model_dump() for candidate in plugin.candidates() for fault in _faults(candidate)]
-            or ([plugin.fault.model_dump()] if plugin.fault else []),
+            "faults": [fault.model_dump() for fault in heavy + _faults(plugin)],
         }
-        for plugin in installed([name])
+        for plugin in found
     ]
 
 
-def _faults(candidate: Candidate) -> list[Fault]:
-    if candidate.offer is None or candidate.fault is not None:
-        return [candidate.fault] if candidate.fault else []
+def _faults(plugin: Plugin) -> list[Fault]:
+    if plugin.fault is not None:
+        return [plugin.fault]
+    return [fault for candidate in plugin.candidates() for fault in _of_its_classes(candidate)]
+
+
+def _of_its_classes(candidate: Candidate) -> list[Fault]:
+    assert candidate.offer is not None, "a plugin without a fault offers what it puts forward"
     try:
         load_backend(candidate)
         for layout in candidate.offer.kv_layouts:

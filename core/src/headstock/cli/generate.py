@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstock.cli.answers import Answers, opened
+from headstock.cli.answers import Answers, check_output, opened
 from headstock.cli.hardware import Hardware
 from headstock.cli.options import Choices, Limits, takes
-from headstock.cli.prompts import Prompt, read_prompts
-from headstock.cli.question import question
+from headstock.cli.prompts import Prompt, encode, read_prompts
+from headstock.cli.question import model_config, question
 from headstock.cli.settings import Settings
-from headstock.cli.summary import tell_choice, tell_speed
+from headstock.cli.summary import tell_choice, tell_notices, tell_speed
 from headstock.cli.tables import note, progress
-from headstock.decision import Decision
 from headstock.engine.sampling import SamplingParams
-from headstock.errors import HeadstockError
+from headstock.errors import HeadstockError, PluginError
 from headstock.negotiate import negotiate
 from headstock.offer import Candidate
-from headstock.plugins import discover
+from headstock.plugins import describe_fault, installed
 from headstock.render import raise_unsolved
 
 if TYPE_CHECKING:
@@ -59,14 +58,22 @@ def generate(
     Streams the answer to standard output; which backend runs, and how fast, goes to standard error.
     """
     prompts = read_prompts(prompt, prompt_file, settings.sampling)
+    check_output(output)
     as_json = json or output is not None or prompt_file is not None
-    runner, tokenizer = _load(settings, len(prompts), shown=not quiet and sys.stderr.isatty())
-    ids = [_encode(tokenizer, each, raw) for each in prompts]
+    runner, tokenizer, ids = _load(settings, prompts, raw, shown=not quiet and sys.stderr.isatty())
+    told = len(runner.notices)
+
+    def before() -> None:
+        if not quiet:
+            tell_choice(settings, runner)
+            tell_notices(runner.notices[:told])
+
     with opened(output) as out:
-        answers = Answers(out, prompts, as_json, lambda: None if quiet else tell_choice(settings, runner))
+        answers = Answers(out, prompts, as_json, before)
         completions, timing = _run(runner, tokenizer, ids, answers, bar=as_json and not quiet and sys.stderr.isatty())
     if not quiet:
         tell_speed(timing)
+        tell_notices(runner.notices[told:])
     failed = [(each.where, done.error) for each, done in zip(prompts, completions, strict=True) if done.error]
     for where, error in failed:
         note(f"headstock: {where}: {error}")
@@ -74,15 +81,21 @@ def generate(
         raise typer.Exit(1)
 
 
-def _load(settings: Settings, num_prompts: int, shown: bool) -> tuple[ModelRunner, Tokenizer]:
-    """The runner and its tokenizer. What can be refused without torch is refused before it is imported."""
+def _load(
+    settings: Settings, prompts: Sequence[Prompt], raw: bool, shown: bool
+) -> tuple[ModelRunner, Tokenizer, list[list[int]]]:
+    """The runner, its tokenizer and the prompts in its tokens.
+
+    What can be refused without torch is refused before torch is imported, and a prompt before weights are read.
+    """
     choices, limits = settings.choices, settings.limits
     needs, policy = question(choices, Hardware.here(choices.device))
-    candidates = discover()
+    plugins = installed()
+    candidates = [candidate for plugin in plugins for candidate in plugin.candidates()]
     decision = negotiate(needs, candidates, policy)
     if not decision.solved:
         raise_unsolved(decision)
-    options = _options(limits.backend_option, candidates, decision)
+    _check_options(limits.backend_option, candidates)
 
     from headstock.engine.tokenizer import Tokenizer
     from headstock.models.folder import model_folder
@@ -92,49 +105,31 @@ def _load(settings: Settings, num_prompts: int, shown: bool) -> tuple[ModelRunne
     with progress(shown) as report:
         folder = model_folder(choices.model, dtype, progress=report)
         tokenizer = Tokenizer.from_folder(folder)
+        ids = encode(prompts, tokenizer, raw, model_config(folder), needs[0].max_context)
         runner = ModelRunner(
             folder,
             device=choices.device,
             dtype=dtype,
             kv_dtype=choices.kv_dtype,
-            max_batch=min(limits.max_batch, num_prompts),
+            max_batch=min(limits.max_batch, len(prompts)),
             max_context=choices.max_context,
             kv_tokens=limits.kv_tokens,
             policy=policy,
-            options=options,
+            offers=plugins,
+            options=limits.backend_option,
             progress=report,
         )
-    return runner, tokenizer
+    return runner, tokenizer, ids
 
 
-def _options(
-    given: Mapping[str, Mapping[str, Any]], candidates: Sequence[Candidate], decision: Decision
-) -> dict[str, Mapping[str, Any]]:
-    """Backends' own settings under their own names: unknown backends are refused, those not chosen are told."""
-    chosen = {winner.backend for choice in decision.choices for winner in choice.winners}
-    options = {}
-    for name, values in given.items():
-        found = next((candidate.name for candidate in candidates if candidate.answers_to(name)), None)
-        if found is None:
+def _check_options(given: Iterable[str], candidates: Sequence[Candidate]) -> None:
+    """Refuses settings of a backend that nobody offers."""
+    for name in given:
+        if not any(candidate.answers_to(name) for candidate in candidates):
             names = [candidate.name for candidate in candidates]
             near = get_close_matches(name, names, 1)
             works = f"{near[0]}, perhaps" if near else ", ".join(names)
             raise HeadstockError("--backend-option names an unknown backend", given=name, works=works)
-        if found not in chosen:
-            note(f"headstock: the options of {found} are not used: another backend was chosen")
-        options[found] = values
-    return options
-
-
-def _encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool) -> list[int]:
-    """The token ids of a prompt: as a chat where the model has a template, as it stands with --raw."""
-    if isinstance(prompt.content, list):
-        if raw:
-            raise HeadstockError(f"{prompt.where} is a chat, which --raw does not write", works="a prompt, or no --raw")
-        return tokenizer.encode_chat(prompt.content)
-    if raw or tokenizer.chat_template is None:
-        return tokenizer.encode(prompt.content)
-    return tokenizer.encode_chat([{"role": "user", "content": prompt.content}])
 
 
 def _run(
@@ -151,4 +146,10 @@ def _run(
             if report:
                 report("generating", answers.done, len(ids))
 
-        return generator.generate(ids, params, answers.on_text, on_done), generator.timing
+        try:
+            return generator.generate(ids, params, answers.on_text, on_done), generator.timing
+        except (Exception, SystemExit) as error:
+            if isinstance(error, HeadstockError) or not hasattr(error, "__notes__"):
+                raise
+            what = f"{error.__notes__[-1]}: {describe_fault(error).what}"  # the runner notes whose it is
+            raise PluginError(what, works="another backend", type="headstock doctor") from error

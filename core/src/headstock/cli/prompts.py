@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstock.engine.sampling import SamplingParams
 from headstock.errors import HeadstockError, RequestError
+
+if TYPE_CHECKING:
+    from headstock.engine.tokenizer import Tokenizer
+    from headstock.models.config import ModelConfig
 
 SHAPES = '{"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}'
 
@@ -92,3 +96,38 @@ def _stdin() -> str:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise HeadstockError("cannot read standard input", given=error, works="text in UTF-8") from None
+
+
+def encode(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, raw: bool, config: ModelConfig, max_context: int
+) -> list[list[int]]:
+    """The token ids of each prompt: as a chat where the model has a template, as it stands if `raw`.
+
+    Raises HeadstockError or RequestError, naming the prompt, for one that the model cannot be given.
+    """
+    ids = [_encode(prompt, tokenizer, raw) for prompt in prompts]
+    for prompt, own in zip(prompts, ids, strict=True):
+        if not own:
+            raise RequestError(f"{prompt.where} holds no token of this model", works="at least one")
+        if max(own) >= config.vocab_size:
+            works = f"tokens below {config.vocab_size}, a tokenizer that belongs to the model"
+            raise RequestError(f"{prompt.where} holds a token outside the vocabulary", given=max(own), works=works)
+        if len(own) >= max_context:
+            longer = f"--max-context {config.max_context}" if max_context < config.max_context else None
+            raise RequestError(
+                f"{prompt.where} leaves no room for an answer",
+                given=f"{len(own)} tokens in a context of {max_context}",
+                works="a shorter prompt" + (", or a longer context" if longer else ""),
+                type=longer,
+            )
+    return ids
+
+
+def _encode(prompt: Prompt, tokenizer: Tokenizer, raw: bool) -> list[int]:
+    if isinstance(prompt.content, list):
+        if raw:
+            raise HeadstockError(f"{prompt.where} is a chat, which --raw does not write", works="a prompt, or no --raw")
+        return tokenizer.encode_chat(prompt.content)
+    if raw or tokenizer.chat_template is None:
+        return tokenizer.encode(prompt.content)
+    return tokenizer.encode_chat([{"role": "user", "content": prompt.content}])

@@ -14,6 +14,7 @@ from headstock.models.config import ModelConfig
 from headstock.models.embedded import embedded_model
 from headstock.models.gguf_header import GGUFHeader
 from headstock.offer import describe_validation_error
+from headstock.plugins import discover
 from headstock.policy import Policy
 from headstock.requirement import Requirement
 from headstock.runner.requirements import requirements
@@ -46,7 +47,7 @@ def question(choices: Choices, hardware: Hardware) -> tuple[list[Requirement], P
         return needs, policy
     pinned = read_decision(choices.decision)
     check_pin(pinned, needs)
-    return needs, pinned.pin(policy)
+    return needs, pinned.pin(policy, discover())
 
 
 def read_decision(file: Path) -> Decision:

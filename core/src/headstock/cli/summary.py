@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from headstock.cli.settings import Settings
@@ -26,7 +27,11 @@ def tell_choice(settings: Settings, runner: ModelRunner) -> None:
         note(f"{', '.join(roles)}: {who}")
     note(f"KV cache: {'; '.join(caches)}")
     note(f"memory: {', '.join(' '.join(line.split()) for line in runner.memory.lines())}")
-    for notice in runner.notices:
+
+
+def tell_notices(notices: Iterable[str]) -> None:
+    """What the runner has to say of backends and observers that failed, and of what was asked for and is not used."""
+    for notice in notices:
         note(f"notice: {notice}")
 
 

@@ -14,6 +14,7 @@ from headstock.kv.allocator import PageAllocator
 class PageTable:
     """Requests by slot: their pages, in order, and their cached lengths in tokens.
 
+    A row may begin with pages that the prefix cache owns; the others are the request's own, freed when it is closed.
     The table itself is int32 [max_requests, max_pages] on the host, with unused entries 0, the null page; `rows` brings
     what a batch needs to the device.
     """
@@ -22,6 +23,7 @@ class PageTable:
         self.allocator, self.page_size, self.max_context = allocator, page_size, max_context
         self.lengths = [0] * max_requests
         self._pages: list[list[int]] = [[] for _ in range(max_requests)]
+        self._shared = [0] * max_requests  # how many pages at the start of each row the prefix cache owns
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._open = [False] * max_requests
         self._table = torch.zeros(max_requests, self.pages_for(max_context), dtype=torch.int32)
@@ -35,13 +37,42 @@ class PageTable:
         """Requests that can still be opened."""
         return len(self._free_slots)
 
-    def open(self) -> int:
-        """Takes a slot for a new request, with no page yet."""
+    def open(self, shared: Sequence[int] = ()) -> int:
+        """Takes a slot for a new request, whose first tokens are cached in the pages `shared`, if any."""
         if not self._free_slots:
             raise HeadstockError("no free request slot", given=f"{len(self.lengths)} requests at once")
         slot = self._free_slots.pop()
         self._open[slot] = True
+        self.share(slot, shared)
+        self.lengths[slot] = len(shared) * self.page_size
         return slot
+
+    def pages(self, slot: int) -> Sequence[int]:
+        """The pages of a row, in order."""
+        self._check_open(slot)
+        return self._pages[slot]
+
+    def own_pages(self) -> list[int]:
+        """The pages that requests own, those in use by all of them but the prefix cache's."""
+        return [page for row, shared in zip(self._pages, self._shared, strict=True) for page in row[shared:]]
+
+    def missing(self, slot: int, num_tokens: int) -> int:
+        """Pages that a slot lacks for so many tokens in all."""
+        return max(self.pages_for(num_tokens) - len(self._pages[slot]), 0)
+
+    def share(self, slot: int, pages: Sequence[int]) -> None:
+        """Begins a row with `pages`, which the prefix cache owns from now on.
+
+        They are the row's own so far, or hold the same tokens: the row's own are then freed.
+        """
+        row, old, new = self._pages[slot], self._shared[slot], len(pages)
+        assert new >= old, "what is shared stays shared"
+        own, shared = row[:new], list(pages)
+        if own != shared:
+            self.allocator.free(set(own[old:]).difference(shared))
+            row[:new] = shared
+            self._table[slot, :new] = torch.tensor(shared, dtype=torch.int32)
+        self._shared[slot] = new
 
     def reserve(self, wanted: Mapping[int, int]) -> None:
         """Makes room for so many tokens in all, by slot.
@@ -54,7 +85,7 @@ class PageTable:
             if num_tokens > self.max_context:
                 given = f"{num_tokens} tokens in a context of {self.max_context}"
                 raise RequestError("a request has outgrown its context", given=given)
-            if (count := self.pages_for(num_tokens) - len(self._pages[slot])) > 0:
+            if count := self.missing(slot, num_tokens):
                 missing[slot] = count
         fresh = self.allocator.allocate(sum(missing.values()))
         for slot, count in missing.items():
@@ -69,11 +100,11 @@ class PageTable:
         assert self.lengths[slot] <= len(self._pages[slot]) * self.page_size, "counted tokens that have no room"
 
     def close(self, slot: int) -> None:
-        """Gives the slot and its pages back."""
+        """Gives the slot and its own pages back."""
         self._check_open(slot)
-        self.allocator.free(self._pages[slot])
+        self.allocator.free(self._pages[slot][self._shared[slot] :])
         self._table[slot, : len(self._pages[slot])] = 0
-        self._pages[slot], self.lengths[slot], self._open[slot] = [], 0, False
+        self._pages[slot], self._shared[slot], self.lengths[slot], self._open[slot] = [], 0, 0, False
         self._free_slots.append(slot)
 
     def rows(self, slots: Sequence[int], max_tokens: int, device: torch.device | str = "cpu") -> Tensor:

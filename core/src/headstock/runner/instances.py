@@ -27,14 +27,27 @@ ALIGNMENT = 256
 
 
 class FaultyBackend(HeadstockError):
-    """A chosen backend failed to load, to start or to pass its probe; `candidate` is which, the cause says why."""
+    """A chosen backend failed to load, to start or to pass its probe; the cause says why.
 
-    def __init__(self, candidate: Candidate, error: BaseException):
+    `candidate` is which, `group` and `phases` are what it was to serve.
+    """
+
+    def __init__(self, candidate: Candidate, error: BaseException, group: str, phases: frozenset[str]):
         what = describe_fault(error).what
         if not isinstance(error, PluginError):  # which says itself whose it is
             what = f"the backend {candidate.name} ({candidate.source}) failed: {what}"
         super().__init__(what)
         self.candidate, self.error = candidate, error
+        self.group, self.phases = group, phases
+
+    def remains(self, phases: frozenset[str]) -> Candidate:
+        """The candidate as it may still be chosen: for these phases alone; with its fault where there are none."""
+        offer = self.candidate.offer
+        assert offer is not None, "a backend that was chosen has an offer"
+        if not phases:
+            return self.candidate.failed(describe_fault(self.error, "headstock doctor"))
+        records = tuple(each.model_copy(update={"phases": each.phases & phases}) for each in offer.capabilities)
+        return self.candidate.model_copy(update={"offer": offer.model_copy(update={"capabilities": records})})
 
 
 @dataclass(slots=True)
@@ -55,10 +68,11 @@ class Instance:
 
 
 class Limits(NamedTuple):
-    """The sizes an instance must be able to serve: rows and tokens of one forward, at least a token per row."""
+    """What an instance must be able to serve: rows and tokens of one forward, a token per row or more, and plans."""
 
     max_batch: int
     max_tokens: int
+    max_plans: int = 1  # alive at once
 
 
 def load_instances(
@@ -86,6 +100,7 @@ def load_instances(
                     and any(other.backend == winner.backend for other in each.winners)
                 ]
                 candidate = by_name[winner.backend]
+                own, phases = options.get(candidate.name, {}), frozenset(need.phase for need in needs)
                 spec = backend_spec(
                     needs,
                     config.layers[groups[choice.group][0]],
@@ -93,14 +108,15 @@ def load_instances(
                     num_sms=device.num_sms,
                     max_batch=limits.max_batch,
                     max_tokens=limits.max_tokens,
-                    options=_options(candidate, options.get(candidate.name, {})),
+                    max_plans=limits.max_plans,
+                    options=_options(candidate, own, choice.group, phases),
                 )
                 instances[key] = _load(candidate, spec, field)
             roles[choice.group, choice.role] = instances[key]
     return roles
 
 
-def _options(candidate: Candidate, given: Mapping[str, Any]) -> Any:
+def _options(candidate: Candidate, given: Mapping[str, Any], group: str, phases: frozenset[str]) -> Any:
     """A backend's options; those that the user gave are the user's fault, not the backend's."""
     assert candidate.offer is not None, "a winner has an offer"
     try:
@@ -108,7 +124,7 @@ def _options(candidate: Candidate, given: Mapping[str, Any]) -> Any:
     except PluginError as error:
         if given:
             raise
-        raise FaultyBackend(candidate, error) from error
+        raise FaultyBackend(candidate, error, group, phases) from error
 
 
 def _load(candidate: Candidate, spec: BackendSpec, candidates: list[Candidate]) -> Instance:
@@ -120,7 +136,7 @@ def _load(candidate: Candidate, spec: BackendSpec, candidates: list[Candidate]) 
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise FaultyBackend(candidate, error) from error
+        raise FaultyBackend(candidate, error, spec.group, spec.phases) from error
 
 
 def start_and_probe(instances: Sequence[Instance], device: Device, report: Report = lambda progress: None) -> None:
@@ -130,16 +146,18 @@ def start_and_probe(instances: Sequence[Instance], device: Device, report: Repor
     """
     scratch = _aligned(max((instance.bytes.scratch for instance in instances), default=0), device.torch)
     for instance in instances:
+        spec, failing = instance.spec, instance.spec.phases
         try:
-            instance.backend_class.prepare(instance.spec, report)
+            instance.backend_class.prepare(spec, report)
             instance.start(scratch)
-            for phase in sorted(instance.spec.phases):
+            for phase in sorted(spec.phases):
+                failing = frozenset({phase})
                 _probe(instance, "decode" if phase == "decode" else "extend")
             device.synchronize()
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise FaultyBackend(instance.candidate, error) from error
+            raise FaultyBackend(instance.candidate, error, spec.group, failing) from error
 
 
 def _aligned(num_bytes: int, device: torch.device | str) -> Tensor:

@@ -78,6 +78,7 @@ def backend_spec(
     num_sms: int,
     max_batch: int,
     max_tokens: int,
+    max_plans: int = 1,
     options: object = None,
 ) -> BackendSpec:
     """The spec of one instance, which serves all of `needs`: settled requirements of one group and attention kind."""
@@ -103,6 +104,7 @@ def backend_spec(
         kv_layout=need.kv_layout or "",
         max_batch=max_batch,
         max_tokens=max_tokens,
+        max_plans=max_plans,
         max_context=need.max_context,
         group=need.group,
         options=options,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any, Literal
 
 from headstock.capabilities import PHASES, Capabilities
@@ -20,6 +21,8 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 V_HEAD_DIMS = ((24, 16), (64, 32), (192, 128))
 GQA_RATIOS = tuple(range(1, 17))
 QUERY_LENS = (2, 3, 4, 8)
+RANDOM = 60
+"""Random problems at the full level, for each record, phase and kind."""
 QUICK = {
     "page_sizes": (1, 4, 16), "head_dims": (64, 80, 96), "gqa": (1, 3, 5, 7, 8), "query_lens": (2, 3),
 }  # fmt: skip
@@ -117,6 +120,9 @@ class Box:
         for what, fields in [*self._shapes(), *self._features()]:
             yield what, "matches", self.batched(fields)
         yield from self._laws()
+        if self.level == "full":
+            for seed in range(RANDOM):
+                yield f"random-{seed}", "matches", self._random(Random(f"{self.phase} {self.kind} {seed}"))
 
     def chunked(self) -> Iterator[Fields]:
         """Prompts of one row that are cut in chunks."""
@@ -141,14 +147,20 @@ class Box:
                 dim if record.v_head_dims == "same" or dim in record.v_head_dims else record.v_head_dims.nearest(dim)
             )
             yield f"head-dim-{dim}", {**base, "head_dim": dim, "v_head_dim": v_dim}
-        if record.v_head_dims != "same":
-            for dim, v_dim in V_HEAD_DIMS:
+        if isinstance(record.v_head_dims, Ints):
+            own = [(base["head_dim"], v_dim) for v_dim in sorted(record.v_head_dims.values or ())]
+            for dim, v_dim in (*V_HEAD_DIMS, *own):
                 if dim in record.head_dims and v_dim in record.v_head_dims:
                     yield f"v-head-dim-{dim}-{v_dim}", {**base, "head_dim": dim, "v_head_dim": v_dim}
         for ratio in self._keep("gqa", GQA_RATIOS, record.gqa_ratios):
             heads = {"num_kv_heads": self._kv_heads(ratio), "num_heads": self._kv_heads(ratio) * ratio}
             if heads["num_heads"] in record.num_heads:
                 yield f"gqa-{ratio}", {**base, **heads}
+        for count in sorted(record.num_heads.values or ()):
+            ratio = next(r for r in range(1, count + 1) if count % r == 0 and r in record.gqa_ratios)
+            yield f"heads-{count}", {**base, "num_heads": count, "num_kv_heads": count // ratio}
+        if self.level == "full" and record.max_context.last and self.phase == "decode":
+            yield "context", {**base, "max_context": record.max_context.last, "slack": self._slack()}
         for dtype in sorted(record.dtypes):
             kv = dtype if "same" in record.kv_dtypes or dtype in record.kv_dtypes else min(record.kv_dtypes)
             yield dtype, {**base, "dtype": dtype, **({"kv_dtype": kv} if self.paged else {})}
@@ -230,6 +242,8 @@ class Box:
         if self.paged:
             for law in ("mean", "cached", "strides"):
                 yield "batch", law, rows
+            if record.lse and self.n == 1:
+                yield "parts", "merges", rows
             yield "batch", "plans", {**rows, **scaled, **special}
             yield "far", "offsets", self._far()
             if self.phase == "extend":
@@ -239,6 +253,26 @@ class Box:
             yield "invariant", "alone", {**rows, "batch_invariant": True}
         if record.graph and self.phase == "decode" and self.paged:
             yield from self._graphs()
+
+    def _random(self, draw: Random) -> Fields:
+        """A shape, a feature or two and any lengths, drawn together: what meets only by chance."""
+        shapes = [shape for _, shape in self._shapes() if "shared" not in shape]
+        fields = dict(draw.choice(shapes))
+        for shape in draw.sample(shapes, 2):
+            changed = {name: value for name, value in shape.items() if value != self.base.get(name)}
+            if changed.keys() <= {"kv_layout", "order", "poison", "padded_rows"}:
+                fields |= changed
+        if self.paged:
+            fields["page_size"] = draw.choice(self._pages())
+        settings = [more for _, more in self._settings() if not more.keys() & {"shared", "cross", "query_len"}]
+        for more in draw.sample(settings, min(2, len(settings))):
+            if self._together({**fields, **more}) and not more.keys() & fields.keys():
+                fields |= more
+        rows, page = range(draw.randint(1, 4)), min(fields.get("page_size") or 4, 32)
+        new = [self.n or draw.choice((1, 1, 2, page, draw.randint(1, 20))) for _ in rows]
+        prefix = [draw.choice((0, 1, page - 1, page, draw.randint(0, 5 * page))) for _ in rows]
+        lens = tuple(n + before for n, before in zip(new, prefix, strict=True))
+        return {**fields, "query_lens": tuple(new), "seq_lens": lens, "seed": draw.randint(0, 2**16)}
 
     def _graphs(self) -> Iterator[tuple[str, str, Fields]]:
         small = {**self.base, "query_lens": (self.n,) * 4, "seq_lens": (32,) * 4}
@@ -319,6 +353,11 @@ class Box:
                 first += rows
         return [start + own for start, own in zip(begin, (0, 3, 1, page, 2 * page + 1), strict=True)]
 
+    def _slack(self) -> int:
+        """How far the longest context that is declared lies beyond the longest row of a batch."""
+        longest: int = max(self._batch(self.base)["seq_lens"])
+        return max((self.record.max_context.last or longest) - longest, 0)
+
     def _together(self, fields: Fields) -> bool:
         """Whether these settings have a meaning at once."""
         if "shared" in fields and fields.keys() & {"window", "cross", "causal", "dropped", "query_mask", "alibi"}:
@@ -336,8 +375,9 @@ class Box:
         return max(self.record.num_heads.nearest(2 * ratio) // ratio, 1)
 
     def _keep(self, sweep: str, values: tuple[int, ...], declared: Ints) -> list[int]:
+        """Which values of a sweep are declared; where they are declared one by one, every one of them."""
         wanted = QUICK[sweep] if self.level == "quick" else values
-        return [value for value in wanted if value in declared]
+        return sorted({value for value in wanted if value in declared} | (declared.values or set()))
 
 
 JOINT = ("window", "softcap", "sinks", "alibi", "lse")

@@ -160,6 +160,36 @@ def offsets_are_64_bit(backend: Backend, fields: Fields) -> None:
     close(out, _near(given).expected[0], given.tolerance()[0], what="out [token, head, dim]")
 
 
+def parts_merge(backend: Backend, fields: Fields) -> None:
+    """Keys in two parts, each with its log-sum-exp, merge to the whole; a part without keys weighs nothing."""
+    whole = problem(fields)
+    batch, stored = whole.batch, whole.expected[2]
+    assert batch.page_table is not None, "a paged problem"
+    lens, page = batch.seq_lens.tolist(), batch.page_size
+    cached = replace(whole, k=None, v=None, storage=stored)
+    cut = [length // page * page if row % 2 else 0 for row, length in enumerate(lens)]
+    rest = torch.zeros_like(batch.page_table)
+    for row, first in enumerate(cut):
+        rest[row, : rest.shape[1] - first // page] = batch.page_table[row, first // page :]
+    states = []
+    rig = Rig(backend, whole.spec)
+    for table, keys in ((batch.page_table, cut), (rest, [n - first for n, first in zip(lens, cut, strict=True)])):
+        part = ForwardBatch.from_lengths(
+            [1] * len(lens), keys, table, page, phase="decode", write=False, max_seq_len=batch.max_seq_len,
+            host_lengths="exact" if batch.seq_lens_cpu is not None else "bound",
+        )  # fmt: skip
+        rig.plan(part)
+        out, lse, _ = rig.forward(replace(cached, batch=part), part, stored)
+        assert lse is not None, "a problem with log-sum-exp"
+        states.append((out.double().cpu(), lse.double().cpu()))
+    (out, lse), (other, other_lse) = states
+    total = torch.logaddexp(lse, other_lse)
+    merged = out * (lse - total).exp()[..., None] + other * (other_lse - total).exp()[..., None]
+    out_error, lse_error = whole.tolerance()
+    close(merged, whole.expected[0], 2 * out_error, what="merged out [token, head, dim]")
+    close(total, whole.expected[1], 2 * lse_error, 1e-6, what="merged lse [token, head]")
+
+
 def describes_itself(backend: Backend, fields: Fields) -> None:
     """`describe` gives plain values for a planned batch."""
     given = problem(fields)
@@ -180,6 +210,7 @@ LAWS: Mapping[str, Law] = MappingProxyType(
         "cached": cached_keys_are_not_written,
         "reuse": instances_hold_no_batch,
         "plans": plans_live_side_by_side,
+        "merges": parts_merge,
         "strides": strides_are_honoured,
         "offsets": offsets_are_64_bit,
         "graph": replays_equal_eager,

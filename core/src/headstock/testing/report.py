@@ -23,9 +23,11 @@ border-bottom: 1px solid #ddd; vertical-align: top } pre { white-space: pre-wrap
 <p class="{{ 'passed' if passed else 'failed' }}">{{ summary }}</p>
 <table>{% for key, value in environment.items() %}<tr><th>{{ key }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
 {% for outcome in failures %}<h2 class="failed">{{ outcome.name }}</h2><pre>{{ outcome.message }}</pre>{% endfor %}
-<h2>Axes</h2><table><tr><th>axis</th><th>declared</th><th>exercised</th><th>could be declared</th></tr>
+<h2>Axes</h2><table>
+<tr><th>axis</th><th>declared</th><th>exercised</th><th>not here</th><th>could be declared</th></tr>
 {% for axis in axes %}<tr><td>{{ axis.axis }}</td><td>{{ axis.declared | join("; ") }}</td>
-<td>{{ axis.exercised | join(", ") }}</td><td>{{ axis.could_be_declared | join(", ") }}</td></tr>{% endfor %}</table>
+<td>{{ axis.exercised | join(", ") }}</td><td>{{ axis.not_exercised | join(", ") }}</td>
+<td>{{ axis.could_be_declared | join(", ") }}</td></tr>{% endfor %}</table>
 <h2>Cases</h2><table><tr><th>case</th><th>law</th><th>status</th><th>ms</th></tr>
 {% for outcome in outcomes %}<tr><td>{{ outcome.name }}</td><td>{{ outcome.law }}</td>
 <td class="{{ outcome.status }}">{{ outcome.status }}</td><td>{{ (outcome.seconds * 1000) | round(1) }}</td></tr>
@@ -43,13 +45,14 @@ def summary(suite: Suite, outcomes: Sequence[Outcome]) -> str:
 
 def axes(suite: Suite, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """For each axis: what the records declare, which values cases asked for, and which could be declared as well."""
-    coverage = suite.coverage()
+    coverage, untested = suite.coverage(), suite.untested()
     right = {outcome.name for outcome in outcomes if outcome.status == "could be declared"}
     return [
         {
             "axis": name,
             "declared": list(dict.fromkeys(_words(getattr(record, name)) for record in suite.offer.capabilities)),
             "exercised": coverage[name],
+            "not_exercised": untested[name],
             "could_be_declared": [claim.name for claim in suite.claims if claim.axis == name and claim.name in right],
         }
         for name in AXES

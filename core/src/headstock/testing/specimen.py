@@ -213,12 +213,15 @@ class Specimen(AttentionBackend):
 
 
 CAPABILITIES = Capabilities(
-    devices={"cpu", "cuda"}, phases={"extend", "decode"}, attention={"paged", "ragged"},
+    devices={"cpu"}, phases={"extend", "decode"}, attention={"paged", "ragged"},
     dtypes={"float32", "float16", "bfloat16", "float64"}, head_dims=ANY, v_head_dims=ANY, page_sizes=ANY,
     kv_layouts={"nhd", "hnd"}, kv_dtypes={"same", "float8_e4m3fn", "float8_e5m2"}, kv_scales=True,
     sliding_window=True, softcap=True, sinks=True, alibi=True, non_causal=True, query_mask=True, cascade=True, lse=True,
     graph=True, batch_invariant=True, query_lens=ANY,
 )  # fmt: skip
 
-OFFER = Offer(name="specimen", backend=Specimen, capabilities=(CAPABILITIES,))
+# On a GPU torch's reductions depend on the shape of the whole.
+ON_GPUS = CAPABILITIES.model_copy(update={"devices": frozenset({"cuda"}), "batch_invariant": False})
+
+OFFER = Offer(name="specimen", backend=Specimen, capabilities=(CAPABILITIES, ON_GPUS))
 """The specimen as an offer: everything that a backend can declare for paged and ragged attention."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatch
@@ -13,6 +13,7 @@ from headstock.backend import AttentionBackend
 from headstock.capabilities import AXES
 from headstock.device import Device
 from headstock.errors import HeadstockError
+from headstock.ints import Ints
 from headstock.load import load_backend
 from headstock.offer import Candidate, Offer
 from headstock.plugins import discover
@@ -128,7 +129,19 @@ class Suite:
                 values[name].add(value)
             if case.law == "graph":
                 values["graph"].add("True")
+        if self.cases and self.device.compute_capability:
+            values["compute_capability"].add(str(self.device.compute_capability))
         return {name: sorted(found, key=lambda word: (len(word), word)) for name, found in values.items()}
+
+    def untested(self) -> dict[str, list[str]]:
+        """Names that some record declares one by one and no case asks for: another device, above all."""
+        covered, left = self.coverage(), {}
+        for name in AXES:
+            offered = [getattr(record, name) for record in self.offer.capabilities]
+            words = set().union(*({str(value) for value in _listed(each)} for each in offered)) - {"same"}
+            asked = {part for value in covered[name] for part in value.split(", ")}
+            left[name] = sorted(words - asked)
+        return left
 
     def _pairs(self, kind: str, capability: int | None) -> list[Case]:
         """Caches that this backend writes, read by every other installed one that covers the same."""
@@ -158,6 +171,13 @@ def _device(offer: Offer, name: str) -> Device:
     if device.torch.type not in kinds:
         raise HeadstockError(f"{offer.name} does not run here", given=device.torch.type, works=", ".join(sorted(kinds)))
     return device
+
+
+def _listed(offered: Any) -> Iterable[Any]:
+    """The values that a record names one by one."""
+    if isinstance(offered, Ints):
+        return offered.values or ()
+    return offered if isinstance(offered, Set) else ()
 
 
 def _wanted(name: str, phase: str | None, only: str | None) -> bool:

@@ -1,0 +1,293 @@
+"""The engine: many requests through one runner, each added, streamed and aborted while the others go on."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from headstock.engine.request import Completion, Request
+from headstock.engine.sampling import SamplingParams
+from headstock.engine.scheduler import Plan, Scheduler
+from headstock.engine.tokenizer import Tokenizer
+from headstock.errors import OutOfPages, RequestError
+from headstock.runner.runner import ModelRunner
+from headstock.runner.sampler import Sampler, SamplingRow
+
+NOT_FINITE = "the model's logits are not finite: wrong weights, or a dtype too narrow for them"
+
+
+class Output(NamedTuple):
+    """What a step brought one sample of a request.
+
+    `token` is None where there is none: the sample failed or was aborted. `text` is what became certain with it, often
+    nothing. `completion` comes with the last output.
+    """
+
+    request: int
+    sample: int
+    token: int | None
+    text: str
+    completion: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine has done so far, and what it holds now.
+
+    Tokens run are prefill up to where a request begins to decode; what it runs again after a preemption counts again.
+    The seconds of a step that does both are shared out by tokens. `cached_tokens` were found in the prefix cache.
+    """
+
+    steps: int
+    prefill_tokens: int
+    prefill_seconds: float
+    decode_tokens: int
+    decode_seconds: float
+    cached_tokens: int
+    preemptions: int
+    running: int
+    waiting: int
+    free_pages: int
+    cached_pages: int  # by the prefix cache, those in use included
+
+
+class Engine:
+    """Serves requests together, step by step: a step is one forward of the runner, prompts and decoding mixed.
+
+    Prompts share the pages of common beginnings (`prefix_cache`). A request gets the same tokens whatever its company,
+    the cache and the budget, up to the rounding of the backends. An engine belongs to one thread; `check` verifies the
+    accounting of all pages after every step. Close it, or use it in a `with` statement, to give the cache back.
+    """
+
+    def __init__(self, runner: ModelRunner, tokenizer: Tokenizer, *, prefix_cache: bool = True, check: bool = False):
+        self.runner, self.tokenizer, self.check = runner, tokenizer, check
+        self.scheduler = Scheduler(runner.pages, runner.limits.max_tokens, prefix_cache)
+        self._live: dict[int, list[Request]] = {}  # by number, the samples that have not ended
+        self._streams: dict[int, deque[Output]] = {}
+        self._outputs: list[Output] = []  # of requests that nobody streams
+        self._added = self._steps = self._prefill_tokens = self._decode_tokens = 0
+        self._prefill_seconds = self._decode_seconds = 0.0
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        namespace: Hashable = None,
+        called: str = "the prompt",
+    ) -> int:
+        """Queues a prompt, text or token ids, and returns the number that its outputs carry.
+
+        Of `n` samples, sample i draws with seed + i; they share the prompt's pages. Higher priority goes first, and
+        equals in the order they came. Only prompts of one `namespace` share cached pages. Raises RequestError, naming
+        the prompt as `called`, for one that can never be served: empty, as long as the context, or larger with its
+        output than the whole cache.
+        """
+        params = SamplingParams() if params is None else params
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if n < 1:
+            raise RequestError("too few samples", given=n, works="n ≥ 1")
+        limit = self._limit(ids, params, called)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        stop_ids, number = self.tokenizer.stop_ids(params), self._added
+        samples = [
+            Request(
+                number=number,
+                sample=sample,
+                ids=list(ids),
+                params=params,
+                limit=limit,
+                stop_ids=stop_ids,
+                detokenizer=self.tokenizer.detokenizer(params.stop),
+                seed=(seed + sample) % 2**63,
+                priority=priority,
+                namespace=namespace,
+            )
+            for sample in range(n)
+        ]
+        for request in samples:
+            self.scheduler.add(request)
+        self._live[number] = samples
+        self._added += 1
+        return number
+
+    def step(self) -> list[Output]:
+        """Runs one step; returns what it brought, and what aborts have since the last one.
+
+        Outputs of requests that are streamed go to their streams. Raises OutOfPages when all requests wait for pages
+        or rows that are held outside this engine, and whatever a backend raises: no request has lost anything then,
+        and the next step runs it again.
+        """
+        self._run()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, n: int = 1, priority: int = 0,
+        namespace: Hashable = None,
+    ) -> Iterator[Output]:  # fmt: skip
+        """Queues a prompt as `add_request` does; its outputs, as they come, for whose sake steps are run.
+
+        Several streams may be read by turns. Closing one before its end aborts its request, and so does a step that
+        fails while it is read.
+        """
+        number = self.add_request(prompt, params, n=n, priority=priority, namespace=namespace)
+        self._streams[number] = outputs = deque[Output]()
+        return self._follow(number, outputs)
+
+    def abort(self, number: int) -> None:
+        """Ends a request; its last outputs come with the next step. One that has ended already is left alone."""
+        for request in list(self._live.get(number, ())):
+            self._retire(request, None, request.end("abort"))
+
+    @property
+    def busy(self) -> bool:
+        """Whether another step would do or bring anything."""
+        return bool(self._live or self._outputs)
+
+    @property
+    def stats(self) -> EngineStats:
+        """What has been done so far, and what is held now."""
+        return EngineStats(
+            steps=self._steps,
+            prefill_tokens=self._prefill_tokens,
+            prefill_seconds=self._prefill_seconds,
+            decode_tokens=self._decode_tokens,
+            decode_seconds=self._decode_seconds,
+            cached_tokens=self.scheduler.cached_tokens,
+            preemptions=self.scheduler.preemptions,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            free_pages=self.runner.pages.allocator.num_free,
+            cached_pages=self.scheduler.cache.num_pages,
+        )
+
+    def reset_cache(self) -> None:
+        """Forgets all cached prefixes; raises PageError while requests run on some."""
+        self.scheduler.cache.reset()
+
+    def close(self) -> None:
+        """Drops all requests and gives back every page and row. The engine may be used again."""
+        for number in list(self._live):
+            for request in self._live.pop(number):
+                self.scheduler.remove(request, store=False)
+        self._streams.clear()
+        self._outputs.clear()
+        self.reset_cache()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _limit(self, ids: Sequence[int], params: SamplingParams, called: str) -> int:
+        """The most tokens that a prompt may be answered with; raises RequestError where it can never be served."""
+        runner, vocab = self.runner, self.runner.config.vocab_size
+        if not ids:
+            raise RequestError(f"{called} is empty", works="at least one token")
+        if not all(0 <= token < vocab for token in ids):
+            raise RequestError(f"{called} holds a token outside the vocabulary", works=f"0…{vocab - 1}")
+        if len(ids) >= runner.max_context:
+            longest = runner.config.max_context
+            can_grow = runner.max_context < longest
+            raise RequestError(
+                f"{called} leaves no room for an answer",
+                given=f"{len(ids)} tokens in a context of {runner.max_context}",
+                works="a shorter prompt" + (", or a longer context" if can_grow else ""),
+                type=f"--max-context {longest}" if can_grow else None,
+            )
+        limit = min(params.max_tokens, runner.max_context - len(ids))
+        total = len(ids) + limit - 1
+        if total > runner.memory.kv_tokens:
+            raise RequestError(
+                f"{called} with its answer can never fit into the KV cache",
+                given=f"{len(ids)} prompt + {limit} new tokens, {runner.memory.kv_tokens} in the cache",
+                works="a larger cache, or fewer new tokens",
+                type=f"--kv-tokens {total}",
+            )
+        return limit
+
+    def _run(self) -> None:
+        if not self._live:
+            return
+        started = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if not plan:
+            raise OutOfPages("requests wait for a cache that others hold", works="closing the runner's slots")
+        lengths = self.runner.pages.lengths
+        cached = [lengths[request.slot] for request, _ in plan]
+        try:
+            drawn, failed = self._forward(plan, cached)
+        except BaseException:
+            for (request, _), length in zip(plan, cached, strict=True):
+                lengths[request.slot] = length  # a device may tell of its failure late, when tokens are counted
+            raise
+        for (request, count), at, token, broken in zip(plan, cached, drawn, failed, strict=True):
+            self._take(request, at, at + count, token, broken)
+        self._count(plan, cached, time.perf_counter() - started)
+        if self.check:
+            self.scheduler.check()
+
+    def _forward(self, plan: Plan, cached: Sequence[int]) -> tuple[list[int], list[bool]]:
+        """The next token of each row, and whether it has none because its logits are not finite.
+
+        Rows whose prompt is not complete yet are sampled as well: finite logits say that their keys and values may be
+        shared.
+        """
+        tokens = [request.ids[at : at + count] for (request, count), at in zip(plan, cached, strict=True)]
+        logits = self.runner.forward([request.slot for request, _ in plan], tokens)
+        rows = [SamplingRow(request.params, request.seed, request.num_tokens) for request, _ in plan]
+        sampled = Sampler(rows, logits.device)(logits)
+        return sampled.tokens.tolist(), sampled.failed.tolist()
+
+    def _take(self, request: Request, before: int, after: int, token: int, broken: bool) -> None:
+        """Brings a request what its row came to; it had `before` tokens cached and has `after`."""
+        if broken:
+            self._retire(request, None, request.end("error", NOT_FINITE))
+            return
+        if before < request.fill <= after:
+            self.scheduler.store(request)
+        if after == len(request.ids):
+            text = request.push(token)
+            if request.finish_reason is None:
+                self._put(Output(request.number, request.sample, token, text))
+            else:
+                self._retire(request, token, text)
+
+    def _retire(self, request: Request, token: int | None, text: str) -> None:
+        """Takes an ended request out, with its last output."""
+        self.scheduler.remove(request, store=request.finish_reason != "error")
+        self._live[request.number].remove(request)
+        if not self._live[request.number]:
+            del self._live[request.number]
+        self._put(Output(request.number, request.sample, token, text, request.completion()))
+
+    def _put(self, output: Output) -> None:
+        self._streams.get(output.request, self._outputs).append(output)
+
+    def _count(self, plan: Plan, cached: Sequence[int], seconds: float) -> None:
+        total = sum(count for _, count in plan)
+        decoded = sum(at >= request.fill for (request, _), at in zip(plan, cached, strict=True))
+        self._steps += 1
+        self._decode_tokens += decoded
+        self._prefill_tokens += total - decoded
+        self._decode_seconds += seconds * decoded / total
+        self._prefill_seconds += seconds * (total - decoded) / total
+
+    def _follow(self, number: int, outputs: deque[Output]) -> Iterator[Output]:
+        try:
+            while outputs or number in self._live:
+                if outputs:
+                    yield outputs.popleft()
+                else:
+                    self._run()
+        finally:
+            self.abort(number)
+            self._streams.pop(number, None)

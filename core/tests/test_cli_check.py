@@ -1,0 +1,114 @@
+"""`headstock check`: what it prints, how it ends, and that a kernel which crashes, exits or hangs costs one case."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+MANIFEST = """
+from headstock import Capabilities, Offer, hookimpl
+
+CAN = Capabilities(
+    devices={"cpu"}, phases={"decode"}, attention={"paged"}, dtypes={"float32"}, head_dims={16}, page_sizes={1, 4},
+    kv_layouts={"nhd"},
+)
+
+@hookimpl
+def attention_backends():
+    return [Offer(name="mine", backend="mine_backend:Mine", capabilities=(CAN,))]
+"""
+BACKEND = """
+import os, signal, time
+from headstock import Offer
+from headstock.testing.specimen import Specimen
+from mine import attention_backends
+
+class Mine(Specimen):
+    def __init__(self, spec, workspace):
+        super().__init__(spec, workspace)
+        attention_backends()[0].check(spec)
+
+    def forward(self, q, k, v, layer, batch, *, out, lse=None):
+        length = int(batch.seq_lens[0]) if batch.num_reqs == 1 else 0
+        print("a kernel that prints")
+        FAULT
+        super().forward(q, k, v, layer, batch, out=out, lse=lse)
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    """Writes an installed plugin whose kernel does `fault` first, and returns a way to check it."""
+
+    def check(fault: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "mine.py").write_text(MANIFEST, encoding="utf-8")
+        (tmp_path / "mine_backend.py").write_text(BACKEND.replace("FAULT", fault), encoding="utf-8")
+        info = tmp_path / "mine-1.0.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n", encoding="utf-8")
+        (info / "entry_points.txt").write_text("[headstock]\nmine = mine\n", encoding="utf-8")
+        command = [sys.executable, "-c", "from headstock.cli.main import main; main()", "check", "mine", *arguments]
+        environment = {"PYTHONPATH": str(tmp_path), "PATH": "", "OMP_NUM_THREADS": "1", "HEADSTOCK_PLUGINS": "mine"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    return check
+
+
+def test_a_sound_backend_passes_and_its_prints_stay_out_of_the_report(plugin, tmp_path):
+    done = plugin("pass", "--json", "--report", str(tmp_path / "report.html"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"]
+    assert {case["status"] for case in report["cases"]} == {"passed", "refused"}
+    assert "a kernel that prints" in done.stderr
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "decode-paged-matches-1-of-1" in page
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("if length == 2: os.kill(os.getpid(), signal.SIGSEGV)", "killed the process with SIGSEGV"),
+        ("if length == 2: os._exit(7)", "ended the process with exit code 7"),
+        ("if length == 2: time.sleep(60)", "did not end within 5 s"),
+        ("if length == 2: raise SystemExit(0)", "SystemExit"),
+        ("if length == 2: raise ValueError('no kernel')", "ValueError: no kernel"),
+    ],
+)
+def test_a_kernel_that_takes_the_process_down_fails_its_case_alone(plugin, fault, said):
+    done = plugin(fault, "--json", "--timeout", "5", "--case", "decode-paged-matches-1-of-*")
+    assert done.returncode == 1
+    cases = {case["name"]: case for case in json.loads(done.stdout)["cases"]}
+    failed = {name for name, case in cases.items() if case["status"] == "failed"}
+    assert failed == {"decode-paged-matches-1-of-2"}
+    assert said in cases["decode-paged-matches-1-of-2"]["message"]
+    assert len(cases) > 4
+
+
+def test_people_are_told_what_failed_on_what_and_how_to_run_it_again(plugin):
+    done = plugin("out = out * 2", "-x")
+    assert done.returncode == 1
+    assert "FAILED decode-paged-matches-1-of-1" in done.stdout
+    assert "headstock check mine --case decode-paged-matches-1-of-1" in done.stdout
+    assert "seq_lens = (1,)" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--case", "decode-paged-matches-1-of-22"], "would work: decode-paged-matches-1-of-2"),
+        (["--phase", "extend"], "has no such case"),
+        (["--device", "cuda"], "no such GPU here"),
+        (["--device", "teapot"], "unknown device"),
+        (["--report", "/no/such/folder/report.html"], "no such folder"),
+    ],
+)
+def test_wrong_usage_is_refused_in_a_line(plugin, arguments, said):
+    done = plugin("pass", *arguments)
+    assert done.returncode == 2, done.stdout
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
