@@ -10,7 +10,7 @@ import pytest
 from headstock.testing.cases import cases
 from headstock.testing.laws import LAWS
 from headstock.testing.mutants import mutants
-from headstock.testing.mutation import Caught, control, hunt
+from headstock.testing.mutation import Caught, control, hunt, markdown
 from headstock.testing.specimen import OFFER
 
 SUITE = cases(OFFER)
@@ -34,6 +34,13 @@ def test_a_planted_fault_is_caught_by_the_case_that_the_table_names(mutant):
 def test_the_table_has_every_fault_and_no_other():
     assert list(COMMITTED) == [mutant.__name__ for mutant in mutants()]
     assert len(COMMITTED) >= 40
+
+
+def test_the_page_shows_the_table():
+    page = TABLE.with_name("conformance.md").read_text(encoding="utf-8")
+    assert page.endswith(markdown(list(COMMITTED.values())) + "\n")
+    for law in LAWS:
+        assert f"| `{law}` |" in page
 
 
 def test_every_law_catches_something_or_has_a_case():

@@ -1,4 +1,4 @@
-"""`python -m headstock.testing.mutation [--json FILE]`: proof that the suite bites.
+"""`python -m headstock.testing.mutation [--json FILE] [--markdown FILE]`: proof that the suite bites.
 
 Each planted fault of `mutants` meets the cases of the suite, smallest first, until one catches it; the sound specimen
 must pass them all. Exits with 1 if a fault slips through.
@@ -49,9 +49,16 @@ def hunt(backend: type[AttentionBackend], suite: Sequence[Case]) -> Caught:
     return Caught(backend.__name__, what, "", "", len(suite))
 
 
+def markdown(table: Sequence[Caught]) -> str:
+    """The table for people: fault, what is wrong, and the case that caught it first."""
+    rows = [f"| {caught.fault} | {caught.what} | `{caught.case}` |" for caught in table]
+    return "\n".join(["| fault | what is wrong | caught first by |", "|---|---|---|", *rows])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the table, fault → case that caught it")
+    parser.add_argument("--markdown", type=Path, help="write it as a table for people too")
     options = parser.parse_args()
     started, suite = time.perf_counter(), cases(OFFER)
     control(suite)
@@ -64,6 +71,8 @@ def main() -> None:
     if options.json:
         rows = [caught._asdict() for caught in table]
         options.json.write_text(json.dumps({"cases": len(suite), "faults": rows}, indent=1, ensure_ascii=False) + "\n")
+    if options.markdown:
+        options.markdown.write_text(markdown(table) + "\n", encoding="utf-8")
     sys.exit(bool(missed))
 
 
