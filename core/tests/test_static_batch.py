@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstock import ForwardBatch
@@ -11,10 +11,15 @@ from headstock.backend import GraphBucket
 from headstock.runner.static_batch import BUFFERS, StaticBatches
 from headstock.testing.problem import make_spec
 
+SLOTS, CONTEXT = 6, 32
+
 
 def batches(n: int = 1, page_size: int = 4) -> StaticBatches:
     buckets = tuple(GraphBucket(size, n) for size in (1, 2, 4))
-    return StaticBatches(make_spec({"graph_buckets": buckets, "page_size": page_size, "max_context": 32}, [n]))
+    spec = make_spec({"graph_buckets": buckets, "page_size": page_size, "max_context": CONTEXT}, [n])
+    table = torch.randint(1, 100, (SLOTS + 1, -(-CONTEXT // page_size)), dtype=torch.int32)
+    table[SLOTS] = 0
+    return StaticBatches(spec, table)
 
 
 def test_every_size_is_a_prefix_of_the_same_buffers():
@@ -28,30 +33,35 @@ def test_addresses_and_the_plan_survive_a_fill():
     static, bucket = batches(), GraphBucket(4)
     before = {name: getattr(static.batches[bucket], name).data_ptr() for name in BUFFERS}
     static.batches[bucket].metadata = plan = object()
-    batch = static.fill(bucket, [5, 9], torch.tensor([[3, 1, 0], [2, 4, 5]], dtype=torch.int32), "replay")
+    batch = static.fill(bucket, [3, 1], [5, 9], "replay")
     assert batch is static.batches[bucket]
     assert {name: getattr(batch, name).data_ptr() for name in BUFFERS} == before
     assert batch.metadata is plan
-    assert (batch.graph, batch.num_real_reqs, batch.num_reqs, batch.max_seq_len) == ("replay", 2, 4, 32)
+    assert (batch.graph, batch.num_real_reqs, batch.num_reqs, batch.max_seq_len) == ("replay", 2, 4, CONTEXT)
 
 
 @given(st.data())
+@settings(deadline=None)
 def test_a_fill_is_the_padded_batch_and_nothing_of_the_fill_before(data):
     n, page = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4, 16]))
     static = batches(n, page)
-    for _ in range(2):
+    for _ in range(3):
         bucket = data.draw(st.sampled_from(list(static.batches)))
-        lens = data.draw(st.lists(st.integers(n, 32), min_size=1, max_size=bucket.batch))
-        width = -(-max(lens) // page)
-        table = torch.randint(1, 100, (len(lens), width), dtype=torch.int32)
-        batch = static.fill(bucket, lens, table, "replay")
-        padded = torch.zeros(bucket.batch, 32 // page + (32 % page > 0), dtype=torch.int32)
-        padded[: len(lens), :width] = table
+        count = data.draw(st.integers(0, bucket.batch))
+        slots = data.draw(st.permutations(range(SLOTS)))[:count]
+        lens = data.draw(st.lists(st.integers(n, CONTEXT), min_size=count, max_size=count))
+        batch = static.fill(bucket, slots, lens, "replay")
+        padding = bucket.batch - count
         want = ForwardBatch.from_lengths(
-            [n] * bucket.batch, [*lens, *[n] * (bucket.batch - len(lens))], padded, page, phase="decode"
+            [n] * bucket.batch,
+            [*lens, *[n] * padding],
+            static.table[[*slots, *[SLOTS] * padding]],
+            page,
+            phase="decode",
         )
         for name in BUFFERS:
             assert torch.equal(getattr(batch, name), getattr(want, name)), name
-        slots = batch.out_cache_loc[len(lens) * n :].view(-1, n)
-        assert bool((slots == torch.arange(n) % page).all()), "padding writes to the null page"
+        null = batch.out_cache_loc[count * n :].view(-1, n)
+        assert bool((null == torch.arange(n) % page).all()), "padding writes to the null page"
         assert torch.equal(batch.seq_lens_cpu, batch.seq_lens)
+        assert torch.equal(batch.query_indptr_cpu, batch.query_indptr)

@@ -81,6 +81,10 @@ class Device:
             available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min([available, *_left_by_control_groups(Path(root))])
 
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed host memory that this device reads while the host goes on, where it has such."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=self.torch.type == "cuda")
+
     def synchronize(self) -> None:
         """Waits until the device has done all work issued so far."""
         if self.torch.type == "cuda":
@@ -105,6 +109,23 @@ class Device:
             yield
         current.wait_stream(stream)
         self.synchronize()
+
+    def graph_pool(self) -> Any:
+        """Memory that the graphs of one model share, as `capture` takes it."""
+        return torch.cuda.graph_pool_handle() if self.torch.type == "cuda" else None
+
+    @contextmanager
+    def no_sync(self, strict: bool = True) -> Iterator[None]:
+        """Raises inside where the host waits for the device, as far as the device can tell, unless not `strict`."""
+        if self.torch.type != "cuda" or not strict:
+            yield
+            return
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
     def capture(self, run: Callable[[], None], pool: Any = None) -> DeviceGraph:
         """Records what `run` does on this device's current stream; `pool` is memory that captures share.

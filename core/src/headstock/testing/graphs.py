@@ -46,7 +46,9 @@ class _Stand:
         largest = self._problem([CONTEXT] * SIZES[-1])
         self.spec = largest.spec
         self.rig = Rig(backend, self.spec)
-        self.static = StaticBatches(self.spec)
+        width = -(-CONTEXT // self.spec.page_size)
+        self.table = torch.zeros(SIZES[-1] + 1, width, dtype=torch.int32, device=self.spec.device)
+        self.static = StaticBatches(self.spec, self.table)
         self.rig.instance.init_cuda_graph_state(list(self.static.batches.values()))
         assert largest.storage is not None, "graphs are of paged batches"
         assert largest.k is not None, "and of new tokens"
@@ -69,7 +71,9 @@ class _Stand:
         given = self._problem(lens)
         bucket = min(bucket for bucket in self.graphs if bucket.batch >= len(lens))
         assert given.batch.page_table is not None, "a paged problem"
-        batch = self.static.fill(bucket, lens, given.batch.page_table.cpu(), "replay")
+        table = given.batch.page_table
+        self.table[: len(table), : table.shape[1]] = table
+        batch = self.static.fill(bucket, range(len(lens)), lens, "replay")
         self._load(given)
         device = Device.open(self.spec.device)
         before = device.allocations()
@@ -98,7 +102,7 @@ class _Stand:
 
     def _capture(self, bucket: GraphBucket) -> Any:
         """One capture as the contract says: plan, run twice, record."""
-        batch = self.static.fill(bucket, [self.n] * bucket.batch, None, "capture")
+        batch = self.static.fill(bucket, [], [], "capture")
         instance, tokens = self.rig.instance, bucket.batch * self.n
         instance.init_forward_metadata_capture_cuda_graph(batch)
         lse = None if self.lse is None else self.lse[:tokens]

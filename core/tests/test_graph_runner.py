@@ -1,0 +1,166 @@
+"""The graph runner on a whole model: replays against eager steps, padding, fallbacks, and backends that break a law."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from headstock import BackendSpec, ForwardBatch, GraphFallback, HeadstockError, Workspace
+from headstock.backend import GraphBucket
+from headstock.device import Device
+from headstock.kv.layout import NHD
+from headstock.kv.pool import KVPool
+from headstock.layer import AttentionLayer
+from headstock.models.config import ModelConfig
+from headstock.models.llama import Llama
+from headstock.runner.graph import CaptureReport, GraphBackend, GraphRunner, bucket_sizes
+from headstock.testing.mutants import AsksTheDevice, StaleLengths
+from headstock.testing.problem import make_spec
+from headstock.testing.specimen import Specimen
+
+CONTEXT, PAGE, SLOTS = 48, 4, 5
+CONFIG = ModelConfig.from_hf(
+    {
+        "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT,
+    }
+)  # fmt: skip
+
+
+class Machine:
+    """A tiny model over one paged cache, every slot's pages dealt beforehand, run eagerly or by graphs."""
+
+    def __init__(self, backend: type[Specimen] = Specimen, sizes: tuple[int, ...] = (1, 2, 4)):
+        width = CONTEXT // PAGE
+        self.table = torch.zeros(SLOTS + 1, width, dtype=torch.int32)
+        self.table[:SLOTS] = torch.randperm(SLOTS * width).view(SLOTS, width) + 1
+        fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "page_size": PAGE, "max_context": CONTEXT}
+        self.spec: BackendSpec = make_spec({**fields, "graph_buckets": tuple(GraphBucket(size) for size in sizes)}, [1])
+        self.backend = backend(self.spec, Workspace(torch.zeros(0), torch.zeros(0)))
+        self.model = Llama(CONFIG, torch.float32)
+        self.model.init_random()
+        pool = KVPool(self.spec, NHD, 3, SLOTS * width + 1)
+        self.layers = [AttentionLayer(index, view) for index, view in enumerate(pool.views)]
+        group = GraphBackend(backend.__name__, self.backend, self.spec, self.table)
+        self.graphs = GraphRunner(Device.open("cpu"), {"all": group}, self.run)
+
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, batches: Mapping[str, ForwardBatch]) -> torch.Tensor:
+        def attend(index: int, q: Any, k: Any, v: Any, out: Any) -> None:
+            self.backend.forward(q, k, v, self.layers[index], batches["all"], out=out)
+
+        return self.model.forward(ids, positions, attend)
+
+    @torch.inference_mode()
+    def eager(self, slots: list[int], lens: list[int], tokens: list[int]) -> torch.Tensor:
+        news = [len(tokens) // len(slots)] * len(slots)
+        batch = ForwardBatch.from_lengths(news, lens, self.table[slots], PAGE)
+        self.backend.init_forward_metadata(batch)
+        self.backend.init_forward_metadata_in_graph(batch)
+        return self.run(torch.tensor(tokens), batch.positions, {"all": batch})
+
+
+def test_a_replayed_generation_is_an_eager_one():
+    eager, replayed = Machine(), Machine()
+    replayed.table[:] = eager.table
+    reports = replayed.graphs.capture()
+    assert [report.bucket.batch for report in reports] == [4, 2, 1], "largest first"
+    assert not any(report.failure for report in reports)
+    prompts = {0: [5, 17, 3], 1: [44], 3: [9, 9, 8, 7, 1, 2, 3]}
+    for machine in (eager, replayed):
+        for slot, prompt in prompts.items():
+            machine.eager([slot], [len(prompt)], prompt)
+    lens, running = {slot: len(prompt) for slot, prompt in prompts.items()}, [3, 0, 1]
+    for step in range(20):
+        if step == 10:
+            running = [1, 3]
+        tokens = [(7 * step + slot) % 97 for slot in running]
+        for slot in running:
+            lens[slot] += 1
+        seq_lens = [lens[slot] for slot in running]
+        want = eager.eager(running, seq_lens, tokens)
+        got = replayed.graphs.step(running, seq_lens, tokens)
+        assert got is not None
+        torch.testing.assert_close(got.logits, want, atol=1e-5, rtol=0)
+        assert torch.equal(got.tokens, want.argmax(-1))
+    assert (replayed.graphs.replays, replayed.graphs.fallbacks) == (20, {})
+
+
+def test_what_no_size_holds_runs_eagerly_and_is_counted():
+    machine = Machine()
+    assert machine.graphs.step([0], [3], [1]) is None
+    machine.graphs.capture()
+    assert machine.graphs.step([0, 1, 2, 3, 4], [3] * 5, [1] * 5) is None
+    assert machine.graphs.step([0], [3], [1, 2]) is None
+    assert machine.graphs.step([0], [3], [1]) is not None
+    assert machine.graphs.fallbacks == {
+        "not captured": 1, "no graph for 5 rows of 1 tokens": 1, "no graph for 1 rows of 2 tokens": 1,
+    }  # fmt: skip
+    assert machine.graphs.replays == 1
+
+
+class Hesitant(Specimen):
+    """A backend that cannot plan a replay of long rows."""
+
+    def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
+        if batch.num_real_reqs == 2:
+            raise GraphFallback("two rows are too many")
+        super().init_forward_metadata_replay_cuda_graph(batch)
+
+
+def test_a_backends_own_reason_to_run_eagerly_is_counted():
+    machine = Machine(Hesitant, sizes=(4,))
+    machine.graphs.capture()
+    assert machine.graphs.step([0, 1], [3, 4], [1, 2]) is None
+    assert machine.graphs.step([0, 1, 2], [3, 4, 5], [1, 2, 3]) is not None
+    assert machine.graphs.fallbacks == {"two rows are too many": 1}
+
+
+class Changeable(Specimen):
+    """A backend whose kernel depends on lengths."""
+
+    def describe(self, batch: ForwardBatch) -> Mapping[str, str | int | bool]:
+        return {"kernel": "long" if int(batch.seq_lens.max()) > 4 else "short"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [(AsksTheDevice, "_local_scalar_dense"), (Changeable, "captured {'kernel': 'short'} and would replay")],
+)
+def test_a_backend_that_cannot_be_captured_is_named_and_runs_eagerly(backend, said):
+    machine, told = Machine(backend), []
+    reports = machine.graphs.capture(told.append)
+    assert told == reports
+    assert all(isinstance(report, CaptureReport) and said in report.failure for report in reports)
+    assert machine.graphs.step([0], [3], [1]) is None
+    [reason] = machine.graphs.fallbacks
+    assert said in reason
+
+
+def test_a_backend_with_stale_lengths_is_caught_by_comparing_with_an_eager_step():
+    machine = Machine(StaleLengths)
+    machine.graphs.capture()
+    machine.eager([0], [5], [1, 2, 3, 4, 5])
+    got = machine.graphs.step([0], [6], [6])
+    assert got is not None
+    assert not torch.allclose(got.logits, machine.eager([0], [6], [6]), atol=1e-3)
+
+
+def test_the_largest_batch_is_always_captured_and_nothing_beyond_it():
+    assert bucket_sizes(40) == (1, 2, 4, 8, 16, 24, 32, 40)
+    assert bucket_sizes(1) == (1,)
+    assert bucket_sizes(5, [2, 700]) == (2, 5)
+    with pytest.raises(HeadstockError, match="1 or more"):
+        bucket_sizes(4, [0])
+
+
+def test_exact_sizes_and_padded_ones_agree():
+    exact, padded = Machine(sizes=(1, 2, 3)), Machine(sizes=(4,))
+    padded.table[:] = exact.table
+    for machine in (exact, padded):
+        machine.graphs.capture()
+    for slots in ([0], [2, 0], [1, 2, 4]):
+        args = slots, [1] * len(slots), [slot + 1 for slot in slots]
+        torch.testing.assert_close(padded.graphs.step(*args).logits, exact.graphs.step(*args).logits, atol=1e-5, rtol=0)
