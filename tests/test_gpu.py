@@ -7,11 +7,21 @@ import torch
 
 from headstock import ForwardBatch, ModelRunner
 from headstock.models.config import ModelConfig
+from headstock.testing import AttentionConformance
 from headstock.testing.problem import make_problem
+from headstock.testing.specimen import OFFER
 from headstock_torch_native import attention_backends
 from headstock_torch_native.backend import TorchNative
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+if torch.cuda.is_available():
+
+    class TestSpecimen(AttentionConformance):
+        """The sound backend, captured in CUDA graphs: the suite's own stand on this device."""
+
+        backend = OFFER
+
 
 CONFIG = ModelConfig.from_hf(
     {

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch import dtype as Dtype
 
 from headstock.errors import HeadstockError
 
@@ -81,7 +83,7 @@ class Device:
             available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min([available, *_left_by_control_groups(Path(root))])
 
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def pinned(self, shape: tuple[int, ...], dtype: Dtype) -> Tensor:
         """Zeroed host memory that this device reads while the host goes on, where it has such."""
         return torch.zeros(shape, dtype=dtype, pin_memory=self.torch.type == "cuda")
 
