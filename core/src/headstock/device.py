@@ -30,7 +30,8 @@ def zeroed(num_bytes: int, device: torch.device | str) -> torch.Tensor:
     """Zeroed memory, uint8 [num_bytes]. On a CPU it takes up memory only once written, page by page."""
     if torch.device(device).type != "cpu" or num_bytes == 0:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # not shared, which is the default and counts against /dev/shm
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
 
 
 class DeviceGraph(Protocol):

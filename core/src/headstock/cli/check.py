@@ -33,6 +33,9 @@ Where = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cp
 Stop = Annotated[bool, typer.Option("--exitfirst", "-x", help="stop at the first failure, which is the smallest")]
 Report = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="write the report as an HTML page too")]
 Timeout = Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="seconds that one case may take")]
+Jobs = Annotated[
+    int, typer.Option("--jobs", "-j", min=1, metavar="N", help="processes at a time; kernels that compile")
+]
 SHOWN = 3
 
 
@@ -44,6 +47,7 @@ def check(
     device: Where = "auto",
     exitfirst: Stop = False,
     timeout: Timeout = 120.0,
+    jobs: Jobs = 1,
     report: Report = None,
     json: JSON = False,
 ) -> None:
@@ -60,7 +64,7 @@ def check(
     level = "full" if full else "quick"
     options: dict[str, Any] = {"device": device, "level": level, "phase": phase and phase.value, "only": case}
     suite = Suite(name, **options)
-    outcomes = _run(name, options, suite, exitfirst, timeout)
+    outcomes = _run(name, options, suite, exitfirst, timeout, jobs)
     if report is not None:
         report.write_text(as_html(suite, outcomes), encoding="utf-8")
     if json:
@@ -71,22 +75,21 @@ def check(
         raise typer.Exit(1)
 
 
-def _run(name: str, options: dict[str, Any], suite: Suite, exitfirst: bool, timeout: float) -> list[Outcome]:
-    """Every outcome, with progress on a terminal's stderr: how many are done, and the case that runs."""
+def _run(name: str, options: dict[str, Any], suite: Suite, exitfirst: bool, timeout: float, jobs: int) -> list[Outcome]:
+    """Every outcome in the order of cases, with progress on a terminal's stderr."""
     from headstock.testing.worker import outcomes
 
-    everything, found = suite.everything(), []
-    live = sys.stderr.isatty()
-    for outcome in outcomes(name, options, suite, timeout):
-        found.append(outcome)
+    found: dict[int, Outcome] = {}
+    live, total = sys.stderr.isatty(), len(suite.everything())
+    for number, outcome in outcomes(name, options, suite, timeout, jobs):
+        found[number] = outcome
+        if live:
+            print(f"\r\033[K{len(found)}/{total} {outcome.name}", end="", flush=True, file=sys.stderr)
         if exitfirst and not outcome.good:
             break
-        if live and len(found) < len(everything):
-            running = everything[len(found)].name
-            print(f"\r\033[K{len(found)}/{len(everything)} {running}", end="", flush=True, file=sys.stderr)
     if live:
         print("\r\033[K", end="", file=sys.stderr)
-    return found
+    return [found[number] for number in sorted(found)]
 
 
 def _show(suite: Suite, outcomes: list[Outcome]) -> None:

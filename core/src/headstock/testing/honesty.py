@@ -11,7 +11,8 @@ from headstock.capabilities import AXES
 from headstock.negotiate import negotiate
 from headstock.offer import Offer
 from headstock.requirement import Requirement
-from headstock.testing.cases import Box, Fields, boxes
+from headstock.testing.box import Box, Fields
+from headstock.testing.cases import boxes
 from headstock.testing.problem import make_problem, make_spec
 from headstock.testing.rig import Rig, Trespass
 

@@ -17,7 +17,8 @@ from headstock.ints import Ints
 from headstock.load import load_backend
 from headstock.offer import Candidate, Offer
 from headstock.plugins import discover
-from headstock.testing.cases import Case, Level, cases, relays
+from headstock.testing.box import Level
+from headstock.testing.cases import Case, cases, relays
 from headstock.testing.honesty import Claim, claims, examine, exercised
 from headstock.testing.laws import LAWS, other_reads_what_was_written
 
