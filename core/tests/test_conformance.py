@@ -21,6 +21,12 @@ from headstock.testing.specimen import CAPABILITIES, OFFER, Specimen
 from headstock.testing.suite import Suite
 
 
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    """No case of a test depends on what else is installed."""
+    monkeypatch.setenv("HEADSTOCK_PLUGINS", "")
+
+
 def record(**changes: Any) -> Capabilities:
     """A small honest record: paged float32 decode and extend, nothing else, with `changes`."""
     small = {
