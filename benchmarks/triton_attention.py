@@ -268,7 +268,7 @@ def candidates(block_m: int) -> Iterator[Config]:
 
 def time_with(work: Work, config: Config) -> float:
     """Seconds of one layer by a configuration; infinity where the GPU has no room for it."""
-    headstock_triton.plan.find = lambda spec, pairs, most=128: config
+    headstock_triton.plan.find = lambda spec, pairs, most=128, filled=True: config
     try:
         work.backend = work._backend()
         work.plan()
@@ -282,9 +282,12 @@ def time_with(work: Work, config: Config) -> float:
 
 
 def tune(path: Path) -> None:
-    """Writes the configuration that is best over all shapes of a tile size: of the least sum of relative times."""
+    """Writes what is best over all shapes of a kind: of the least sum of times relative to each shape's best."""
     entries = []
-    for block_m, shapes in ((16, DECODE), (64, EXTEND), (128, EXTEND)):
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    full = [shape for shape in DECODE if shape.rows * shape.kv_heads >= sms]
+    few = [shape for shape in DECODE if shape not in full]
+    for block_m, filled, shapes in ((16, True, full), (16, False, few), (64, None, EXTEND), (128, None, EXTEND)):
         works = [Work(shape) for shape in shapes]
         times = {config: [time_with(work, config) for work in works] for config in candidates(block_m)}
         best = [min(column) for column in zip(*times.values(), strict=True)]
@@ -294,7 +297,7 @@ def tune(path: Path) -> None:
         spec = works[0].spec
         entries.append(
             {"compute_capability": spec.compute_capability, "head_dim": spec.head_dim, "itemsize": 2,
-             "page_sizes": [8, 16, 32, 64, 128, 256], **asdict(ranked[0])}
+             "page_sizes": [8, 16, 32, 64, 128, 256], "filled": filled, **asdict(ranked[0])}
         )  # fmt: skip
     table = {
         "command": "python benchmarks/triton_attention.py --tune plugins/triton/src/headstock_triton/configs.json",

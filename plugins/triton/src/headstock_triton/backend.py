@@ -1,0 +1,225 @@
+"""The backend: caches the new keys and values, attends part by part, and merges what was split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from headstock import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendSpec,
+    ForwardBatch,
+    HeadstockError,
+    PagedView,
+    Workspace,
+    WorkspaceBytes,
+)  # fmt: skip
+from headstock_triton import INTERPRETED, OFFER
+from headstock_triton.config import power_of_two
+from headstock_triton.launch import INTERPRETING, launch
+from headstock_triton.plan import Part, Plan, partial_rows
+
+LOG2E = math.log2(math.e)
+
+
+class TritonAttention(AttentionBackend):
+    """Attention by Triton kernels, all planning on the device, so that one plan serves eager steps and every replay.
+
+    Raises HeadstockError for a spec that its offer does not cover, an AMD GPU, and a CPU without the interpreter.
+    """
+
+    def __init__(self, spec: BackendSpec, workspace: Workspace):
+        super().__init__(spec, workspace)
+        cpu = spec.device == "cpu"
+        if cpu != INTERPRETING:
+            here, there = ("a CPU", "a GPU") if cpu else ("a GPU", "a CPU")
+            raise HeadstockError(
+                "Triton's kernels run on a GPU, or on a CPU in its interpreter", given=here, works=there,
+                type="TRITON_INTERPRET=1 for a CPU, unset for a GPU",
+            )  # fmt: skip
+        if torch.version.hip is not None:
+            raise HeadstockError("these kernels were shown on NVIDIA GPUs alone", given="an AMD GPU")
+        (INTERPRETED if cpu else OFFER).check(spec)
+        self.group = spec.num_heads // spec.num_kv_heads
+        self.partials = partial_rows(spec)
+        self.partial_out, self.partial_lse, self.carried_out, self.carried_lse = self._cut(workspace.scratch)
+
+    @classmethod
+    def workspace_bytes(cls, spec: BackendSpec) -> WorkspaceBytes:
+        """float32 states: those of split tiles, and with shared prefixes one for each token and head."""
+        pairs = partial_rows(spec) + _carried(spec)
+        return WorkspaceBytes(scratch=pairs * (spec.v_head_dim + 1) * 4)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        if batch.graph != "replay":  # what the host decides depends on bounds, which a graph has frozen
+            batch.metadata = Plan.of(self.spec, batch, self.partials)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        batch.metadata.schedule(self.spec, batch)
+
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: AttentionLayer, batch: ForwardBatch, *,
+        out: Tensor, lse: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if lse is not None and not self.spec.lse:
+            raise HeadstockError("this instance was made without log-sum-exp", works="BackendSpec(lse=True)")
+        if batch.page_table is not None:
+            view = cast(PagedView, layer.kv)  # what nhd and hnd are seen through
+            if k is not None and v is not None and batch.out_cache_loc is not None:
+                self._write(k, v, view, batch.out_cache_loc)
+            k, v = view.k, view.v
+        if k is None or v is None:
+            raise HeadstockError(
+                "ragged attention has no cache to read from", given="k or v is None", works="both given"
+            )
+        parts: list[Part] = batch.metadata.parts
+        for number, part in enumerate(parts):
+            final = part is parts[-1]
+            into = (out, lse) if final else self._carry(out)
+            self._attend(part, q, k, v, layer, batch, *into, carry=number > 0, final=final)
+
+    def describe(self, batch: ForwardBatch) -> Mapping[str, str | int | bool]:
+        """The tile of the rows' own part, how many items its splits may add, and the shared levels read."""
+        *levels, own = batch.metadata.parts
+        config = own.shape.config
+        return {
+            "kernel": f"attend {config.block_m}×{config.block_n}",
+            "warps": config.warps,
+            "stages": config.stages,
+            "splits": own.shape.items - own.shape.tiles,
+            "levels": len(levels),
+        }
+
+    # ---- launches
+
+    def _write(self, k: Tensor, v: Tensor, view: PagedView, slots: Tensor) -> None:
+        spec = self.spec
+        k_cache, v_cache, limit, fp8 = view.k, view.v, 0.0, 0
+        if k_cache.itemsize == 1:
+            fp8, limit = (3 if k_cache.dtype == torch.float8_e4m3fn else 2), torch.finfo(k_cache.dtype).max
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+        # The bytes are those of `view.write`, where torch divides on a CPU and multiplies by the reciprocal on a GPU.
+        divide = not k.is_cuda
+        k_factor, v_factor = (scale if divide else _reciprocal(scale) for scale in (view.k_scale, view.v_scale))
+        launch(
+            "write",
+            (len(slots),),
+            {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots},
+            {"k_factor": k_factor, "v_factor": v_factor, "limit": limit}
+            | _strides("k_token k_head", k)
+            | _strides("v_token v_head", v)
+            | _strides("k_cache_page k_cache_slot k_cache_head", k_cache)
+            | _strides("v_cache_page v_cache_slot v_cache_head", v_cache),
+            {
+                "PAGE": spec.page_size,
+                "KV_HEADS": spec.num_kv_heads,
+                "HEAD_DIM": spec.head_dim,
+                "V_HEAD_DIM": spec.v_head_dim,
+                "BLOCK_H": power_of_two(spec.num_kv_heads),
+                "BLOCK_D": power_of_two(spec.head_dim),
+                "BLOCK_V": power_of_two(spec.v_head_dim),
+                "SCALED": bool(fp8) or (view.k_scale, view.v_scale) != (1.0, 1.0),
+                "DIVIDE": divide,
+                "FP8": fp8,
+            },
+        )
+
+    def _attend(
+        self, part: Part, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch,
+        out: Tensor, lse: Tensor | None, *, carry: bool, final: bool,
+    ) -> None:  # fmt: skip
+        spec, shape, paged = self.spec, part.shape, batch.page_table is not None
+        config = shape.config
+        tree = batch.query_mask is not None and not part.shared
+        window = 0 if part.shared else spec.window or 0
+        sinks = layer.sinks if final else None
+        scale = spec.scale * layer.k_scale
+        result: dict[str, Tensor | None] = {
+            "queries": part.queries, "items": part.items, "partial_out": self.partial_out,
+            "partial_lse": self.partial_lse, "sinks": sinks, "carried_out": self.carried_out if carry else None,
+            "carried_lse": self.carried_lse if carry else None, "out": out, "lse": lse,
+        }  # fmt: skip
+        strides = _strides("out_token out_head", out) | _strides("lse_token lse_head", lse)
+        constants = {
+            "GROUP": self.group, "KV_HEADS": spec.num_kv_heads, "V_HEAD_DIM": spec.v_head_dim,
+            "BLOCK_M": config.block_m, "BLOCK_V": power_of_two(spec.v_head_dim, 16), "ROWS": shape.rows,
+            "CARRY": carry, "SINKS": sinks is not None, "LSE": lse is not None,
+        }  # fmt: skip
+        launch(
+            "attend",
+            (spec.num_kv_heads, shape.items),
+            result
+            | {
+                "q": q, "k": k, "v": v, "pages": part.pages, "lens": part.lens, "begins": part.begins,
+                "starts": part.starts, "positions": batch.positions if tree or part.shared else None,
+                "mask": batch.query_mask.view(torch.uint8) if tree and batch.query_mask is not None else None,
+                "mask_indptr": batch.mask_indptr if tree else None, "slopes": layer.alibi_slopes,
+            },
+            {
+                "scale": scale / spec.softcap if spec.softcap else scale * LOG2E,
+                "cap": (spec.softcap or 0.0) * LOG2E,
+                "v_scale": layer.v_scale,
+            }
+            | _strides("q_token q_head", q)
+            | _strides("k_page k_slot k_head", k if paged else k[None])
+            | _strides("v_page v_slot v_head", v if paged else v[None])
+            | strides,
+            constants
+            | {
+                "HEAD_DIM": spec.head_dim, "PAGE": batch.page_size, "BLOCK_N": config.block_n,
+                "BLOCK_D": power_of_two(spec.head_dim, 16), "WINDOW": window, "TREE": tree, "SHARED": part.shared,
+                "ORDERED": (batch.causal and not part.shared) or window > 0, "CAP": spec.softcap is not None,
+                "ALIBI": layer.alibi_slopes is not None, "SPLIT": shape.split, "PEEL": config.block_m >= 64,
+                "num_warps": config.warps, "num_stages": config.stages,
+            },
+        )  # fmt: skip
+        if shape.split:
+            # A decode tile has few rows and many splits, a large one many rows and few splits.
+            rows, splits = (16, 4) if INTERPRETING else (8, 4) if shape.rows > 16 else (1, 16)
+            block = min(power_of_two(shape.rows), rows)
+            launch(
+                "merge",
+                (spec.num_kv_heads, shape.items, -(-shape.rows // block)),
+                result,
+                strides,
+                constants | {"BLOCK_R": block, "BLOCK_S": splits},
+            )
+
+    # ---- memory
+
+    def _carry(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """What shared prefixes give, float32 [T, Hq, Dv] and [T, Hq], to be merged with the next part."""
+        tokens, heads, dim = out.shape
+        return (
+            self.carried_out[: tokens * heads * dim].view(tokens, heads, dim),
+            self.carried_lse[: tokens * heads].view(tokens, heads),
+        )
+
+    def _cut(self, scratch: Tensor) -> list[Tensor]:
+        """Outputs and log-sum-exps of partial states, and of those carried over."""
+        pairs, dim = (self.partials, _carried(self.spec)), self.spec.v_head_dim
+        sizes = [pairs[0] * dim, pairs[0], pairs[1] * dim, pairs[1]]
+        return list(torch.split(scratch.view(torch.float32), sizes))
+
+
+def _carried(spec: BackendSpec) -> int:
+    """(token, head) pairs whose states are carried from shared prefixes to the rows' own keys."""
+    if not spec.max_levels or spec.batch_invariant:
+        return 0
+    decode = spec.max_batch * max(spec.query_lens)
+    return (max(spec.max_tokens, decode) if "extend" in spec.phases else decode) * spec.num_heads
+
+
+def _strides(names: str, x: Tensor | None) -> dict[str, int]:
+    """The first strides of x by the names of a kernel's arguments, 0 where there is no tensor."""
+    return {name: 0 if x is None else x.stride(i) for i, name in enumerate(names.split())}
+
+
+def _reciprocal(scale: float) -> float:
+    """1 / scale in float32, as torch has it on a GPU."""
+    return float(torch.tensor(scale, dtype=torch.float32).reciprocal())

@@ -1,0 +1,1 @@
+"""The kernels, one a file, in Triton's language."""

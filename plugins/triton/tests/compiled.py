@@ -1,0 +1,84 @@
+"""Compiles the launches of some problems for a GPU that need not be there: `python compiled.py 90`.
+
+The interpreter runs what the compiler refuses, such as a variable that changes its shape in a loop. A program of its
+own, because kernels that are interpreted cannot be compiled in the same process. Prints what each launch needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import headstock_triton.backend
+import headstock_triton.plan
+from headstock.testing.problem import make_problem
+from headstock.testing.rig import Rig
+from headstock_triton.config import Config
+from headstock_triton.launch import KERNELS
+
+TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
+    torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
+}  # fmt: skip
+ALL: dict[str, Any] = {"lse": True, "sinks": True, "alibi": True, "softcap": 30.0}
+SHARED = (((2, 2), (1, 0)), ((2, 1), (1, 0)))
+PROBLEMS: list[dict[str, Any]] = [
+    {"query_lens": [1, 1], "seq_lens": [40, 70], "window": 9, **ALL},
+    {"query_lens": [3, 3], "seq_lens": [40, 70], "phase": "decode", "query_mask": True, "window": 9, **ALL},
+    {"query_lens": [3, 9], "seq_lens": [40, 0], "attention": "ragged", "causal": False, "head_dim": 24, **ALL},
+    {"query_lens": [40, 9], "seq_lens": [40, 90]},
+    {"query_lens": [1, 1, 1], "seq_lens": [40, 70, 9], "shared": SHARED, **ALL},
+]
+
+
+def compile_for(capability: int, kernel: str, tensors: Mapping[str, Any], numbers: Mapping[str, Any],
+                constants: Mapping[str, Any]) -> None:  # fmt: skip
+    """One launch, specialised as a real one would be."""
+    function = KERNELS[kernel]
+    options = {name: value for name, value in constants.items() if name.startswith("num_")}
+    given: dict[str, Any] = {**tensors, **{name: value for name, value in constants.items() if name not in options}}
+    signature, fixed, aligned = {}, {}, {}
+    for i, name in enumerate(function.arg_names):
+        value = numbers.get(name, given.get(name))
+        if name in numbers and value != 1:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        elif isinstance(value, torch.Tensor):
+            signature[name] = f"*{TYPES[value.dtype]}"
+            aligned[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name], fixed[name] = "constexpr", value
+    source = ASTSource(function, signature, fixed, aligned)
+    made = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={**options, "enable_fp_fusion": True}
+    )
+    print(kernel, made.metadata.shared)
+
+
+def main(capability: int) -> None:
+    def launch(kernel: str, grid: Any, tensors: Any, numbers: Any, constants: Any) -> None:
+        compile_for(capability, kernel, tensors, numbers, constants)
+
+    headstock_triton.plan.launch = headstock_triton.backend.launch = launch
+    headstock_triton.backend.INTERPRETING = True  # no GPU is asked for
+    for i, fields in enumerate(PROBLEMS):
+        headstock_triton.plan.find = lambda spec, pairs, i=i, filled=True: Config(
+            64 if i == 3 else 16, block_n=32, keys=16
+        )
+        kv = {"kv_dtype": "float8_e4m3fn"} if i == 0 and capability >= 89 else {}
+        problem = make_problem(**{"head_dim": 32, "dtype": "float32" if i == 1 else "float16", **fields, **kv})
+        rig = Rig(headstock_triton.backend.TritonAttention, problem.spec)
+        batch, storage = problem.fresh()
+        rig.plan(batch)
+        out = torch.empty(*problem.q.shape[:2], problem.spec.v_head_dim, dtype=problem.q.dtype)
+        lse = torch.empty(problem.q.shape[:2]) if problem.spec.lse else None
+        rig.instance.forward(problem.q, problem.k, problem.v, problem.layer(storage), batch, out=out, lse=lse)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

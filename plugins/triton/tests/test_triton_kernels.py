@@ -1,0 +1,165 @@
+"""What the suite's small problems do not reach: schedules of all lengths, every FP8 byte, many splits, refusals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headstock import HeadstockError, Workspace
+from headstock.testing.problem import make_problem
+from headstock.testing.rig import Rig
+from headstock_triton import INTERPRETED, OFFER, attention_backends
+from headstock_triton.backend import TritonAttention
+from headstock_triton.launch import launch
+from headstock_triton.plan import Shape, partial_rows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300)), min_size=1, max_size=9),
+    group=st.integers(1, 9),
+    slots=st.integers(0, 20),
+    fixed=st.sampled_from([0, 0, 3]),
+    window=st.sampled_from([0, 0, 50]),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_schedule_holds_every_split_of_every_tile_once_within_its_bounds(rows, group, slots, fixed, window):
+    counts, lens = [count for count, _ in rows], [length for _, length in rows]
+    queries = torch.tensor([sum(counts[:i]) for i in range(len(rows) + 1)], dtype=torch.int32, device=DEVICE)
+    keys = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+    tiles = [-(-count * group // 16) for count in counts]
+    bound = sum(tiles) * fixed if fixed else sum(tiles) + slots
+    if bound == 0:
+        return
+    items = torch.full((bound + 1, 4), 7, dtype=torch.int32, device=DEVICE)
+    launch(
+        "schedule",
+        (-(-bound // 8),),
+        {"queries": queries, "lens": keys, "begins": torch.zeros_like(keys), "items": items},
+        {"num_rows": len(rows), "num_items": bound, "slots": slots},
+        {"GROUP": group, "WINDOW": window, "BLOCK_M": 16, "MIN_KEYS": 16, "FIXED": fixed, "ROWS": 16, "BLOCK": 8},
+    )
+    *found, guard = items.tolist()
+    assert guard == [7] * 4
+    real = [tuple(item) for item in found if item[0] >= 0]
+    assert [item[0] for item in found] == [item[0] for item in real] + [-1] * (bound - len(real))
+    ways = {row: splits for row, _, _, splits in real}
+    expected = [
+        (row, tile, split, ways[row]) for row in ways for tile in range(tiles[row]) for split in range(ways[row])
+    ]
+    assert Counter(real) == Counter(expected)
+    assert set(ways) == {row for row, count in enumerate(tiles) if count}
+    assert all(splits == 1 or splits * 16 <= lens[row] for row, splits in ways.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_float16_is_cached_as_torch_encodes_it(dtype):
+    limit = torch.finfo(dtype).max
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).to(DEVICE)
+    values = torch.where(values.isnan(), 0.0, values.float()) * 1.0009765625  # beside the ties, as well as on them
+    for x in (values, values.half().float()):
+        x = x.view(16, 8, 512)
+        cache = torch.zeros(16, 1, 8, 512, dtype=torch.uint8, device=DEVICE)
+        launch(
+            "write",
+            (16,),
+            {"k": x, "v": x, "k_cache": cache, "v_cache": cache, "slots": torch.arange(16, device=DEVICE)},
+            {"k_factor": 1.0, "v_factor": 1.0, "limit": limit}
+            | {"k_token": 4096, "k_head": 512, "v_token": 4096, "v_head": 512}
+            | {f"{name}_cache_{part}": 4096 for name in "kv" for part in ("page", "slot")}
+            | {"k_cache_head": 512, "v_cache_head": 512},
+            {
+                "PAGE": 1, "KV_HEADS": 8, "HEAD_DIM": 512, "V_HEAD_DIM": 512, "BLOCK_H": 8, "BLOCK_D": 512,
+                "BLOCK_V": 512, "SCALED": False, "DIVIDE": True, "FP8": 3 if dtype == torch.float8_e4m3fn else 2,
+            },
+        )  # fmt: skip
+        want = x.clamp(-limit, limit).to(dtype).view(torch.uint8)
+        assert torch.equal(cache[:, 0], want)
+
+
+@pytest.mark.parametrize("features", [{}, {"window": 100}, {"query_mask": True}, {"batch_invariant": True}])
+@pytest.mark.parametrize(("new", "phase"), [(1, "decode"), (3, "decode"), (9, "extend")])
+def test_long_contexts_are_split_and_merged(new, phase, features):
+    fields = {"num_heads": 4, "num_kv_heads": 1, "page_size": 16, "lse": True, "sinks": True}
+    problem = make_problem([new] * 3, [new, 400, 77], device=DEVICE, phase=phase, **fields, **features)
+    shape = Shape.of(problem.spec, 3, 3 * new, new, phase == "decode")
+    assert shape.split or "batch_invariant" in features
+    problem.check(TritonAttention)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_extreme_logits_neither_overflow_nor_vanish(dtype):
+    problem = make_problem([1, 4], [60, 50], device=DEVICE, dtype=dtype, lse=True)
+    problem = replace(problem, q=problem.q * 0.0 - 40.0)  # every logit of a row far below what exp can hold
+    problem.compare(Rig(TritonAttention, problem.spec).run(problem))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"attention": "mla", "kv_layout": "latent"}, "mla"),
+        ({"dtype": "float64", "kv_dtype": "float64"}, "float64"),
+        ({"page_size": 257}, "257"),
+        ({"kv_dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_a_spec_beyond_the_offer_is_refused_at_construction(change, named):
+    spec = replace(make_problem([1], [1], device=DEVICE).spec, **change)
+    with pytest.raises(HeadstockError, match=named):
+        TritonAttention(spec, _workspace(make_problem([1], [1], device=DEVICE).spec))
+
+
+def test_scales_reach_a_cache_that_is_as_wide_as_the_keys():
+    make_problem([1, 7], [30, 20], device=DEVICE, dtype="float16", k_scale=0.5, v_scale=3.0).check(TritonAttention)
+
+
+def test_a_batch_beyond_the_workspace_goes_unsplit():
+    few = {"phase": "decode", "phases": frozenset({"decode"}), "max_batch": 2}
+    problem = make_problem([1] * 9, [99] * 9, device=DEVICE, **few)
+    room, kv_heads = partial_rows(problem.spec), problem.spec.num_kv_heads
+    assert Shape.of(problem.spec, 2, 2, 1, True).within(room, kv_heads).split
+    assert not Shape.of(problem.spec, 9, 9, 1, True).within(room, kv_heads).split
+    problem.check(TritonAttention)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_kernel_compiles_for_a_gpu_that_is_not_here(capability):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compiled.py")
+    done = subprocess.run([sys.executable, script, str(capability)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {line.split()[0] for line in done.stdout.splitlines()} == {"attend", "merge", "schedule", "write"}
+
+
+def test_the_manifest_needs_neither_torch_nor_the_compiler():
+    code = "import sys, headstock_triton as m; m.attention_backends(); print({'torch', 'triton'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"set()\n"
+
+
+def test_only_the_gpu_is_on_offer():
+    assert attention_backends() == [OFFER]
+    assert {device for record in OFFER.capabilities for device in record.devices} == {"cuda"}
+    assert INTERPRETED.backend == OFFER.backend
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="needs a machine without a GPU")
+def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
+    monkeypatch.setattr("headstock_triton.backend.INTERPRETING", False)
+    spec = make_problem([1], [1]).spec
+    with pytest.raises(HeadstockError, match="TRITON_INTERPRET=1"):
+        TritonAttention(spec, _workspace(spec))
+
+
+def _workspace(spec):
+    size = TritonAttention.workspace_bytes(spec)
+    return Workspace(*(torch.zeros(count, dtype=torch.uint8, device=spec.device) for count in size))
