@@ -101,6 +101,8 @@ def test_a_misspelt_axis_is_answered_with_the_nearest(name: str) -> None:
         ),
         ({"page_sizes": {5000}}, "page_sizes: {5000} holds none of 1…4096"),
         ({"host_lengths": "all"}, "host_lengths: input should be 'none', 'bound' or 'exact', given 'all'"),
+        ({"preference": 1e308}, "preference: input should be less than or equal to 1000000, given 1e+308"),
+        ({"preference": -1e308}, "preference: input should be greater than or equal to -1000000, given -1e+308"),
         ({"preference": float("nan")}, "preference: input should be a finite number, given nan"),
     ],
 )

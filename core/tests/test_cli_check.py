@@ -112,3 +112,26 @@ def test_wrong_usage_is_refused_in_a_line(plugin, arguments, said):
     assert done.returncode == 2, done.stdout
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_clean_exit_in_the_middle_is_no_end_of_the_suite(plugin):
+    done = plugin("if length == 2: os._exit(0)", "--json", "--case", "decode-paged-matches-1-of-*")
+    assert done.returncode == 1
+    cases = {case["name"]: case for case in json.loads(done.stdout)["cases"]}
+    assert "ended the process with exit code 0" in cases["decode-paged-matches-1-of-2"]["message"]
+    assert sum(case["status"] == "failed" for case in cases.values()) == 1
+
+
+def test_a_message_of_any_characters_is_told_and_so_is_the_line_that_raised(plugin):
+    done = plugin("raise ValueError('\\ud800' + 'x' * 10**6)", "--json", "--case", "decode-paged-matches-1-of-1")
+    assert done.returncode == 1
+    [case] = json.loads(done.stdout)["cases"]
+    assert "\\ud800" in case["message"]
+    assert "mine_backend.py:" in case["message"]
+    assert len(case["message"]) < 5000
+
+
+def test_an_option_that_the_backend_does_not_have_is_refused(plugin):
+    done = plugin("pass", "--option", "block_size=7")
+    assert done.returncode == 2
+    assert "has no options" in done.stderr

@@ -278,6 +278,12 @@ def test_a_pinned_decision_is_given_again_or_refused(install, headstock, model, 
         (["--dtype", "float23"], "--dtype"),
         (["--assume-gpu", "h20000"], "h200, perhaps"),
         (["--assume-gpu", "h200", "--device", "cpu"], "--device cpu"),
+        (["--assume-gpu", "h200", "--device", "autofoo"], "--device autofoo"),
+        (["--assume-gpu", "h200", "--device", "cuda:x"], "--device cannot be read; given: cuda:x"),
+        (["--device", "cpu:x"], "--device cannot be read; given: cpu:x"),
+        (["--device", "auto:1"], "--device cannot be read"),
+        (["--device", "cpu:1:2"], "--device cannot be read"),
+        (["--model", "x" * 5000], "File name too long"),
         (["--device", "cuda:9"], "--assume-gpu"),
         (["--model", "/no/such/folder"], "/no/such/folder"),
         (["--model", "/no/such/file.gguf"], "/no/such/file.gguf"),
@@ -304,6 +310,83 @@ def test_a_backend_that_cannot_names_the_axis(install, headstock, model, flags, 
     code, out, _ = headstock("explain", "--model", model, "--device", "cpu", "--attention-backend", "narrow", *flags)
     assert code == 2
     assert axis in out
+
+
+def test_same_is_no_dtype_of_a_cache(install, headstock, model):
+    install("any-backend")
+    code, out, _ = headstock("explain", "--model", model, "--device", "cpu", "--kv-dtype", "same")
+    assert code == 2
+    assert "kv_dtypes" in out
+
+
+def test_what_a_file_asks_for_is_blamed_on_the_file(install, headstock, model, tmp_path):
+    install("winner")
+    for line in ('attention-backend = "nope"', "max-context = 4096"):
+        (tmp_path / "headstock.toml").write_text(line, encoding="utf-8")
+        code, _, err = headstock("explain", "--model", model)
+        assert (code, one_line(err)) == (2, True)
+        assert f"{tmp_path / 'headstock.toml'}: {line.split()[0]}" in err
+        assert "--attention-backend" not in err
+        assert "--max-context" not in err
+
+
+def test_a_model_file_that_is_no_file_is_not_waited_for(install, headstock, model, tmp_path):
+    install("winner")
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+    os.mkfifo(tmp_path / "model.gguf")
+    for path in (model, tmp_path / "model.gguf"):
+        code, _, err = headstock("explain", "--model", path)
+        assert (code, one_line(err)) == (2, True)
+        assert "it is no regular file" in err
+
+
+def test_a_gguf_file_is_known_in_any_spelling(install, headstock, tmp_path):
+    install("winner")
+    for name in ("model.gguf", "MODEL.GGUF"):
+        (tmp_path / name).write_bytes(b"no such thing")
+        assert "not a GGUF file" in headstock("explain", "--model", tmp_path / name)[2]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (["choices", 1], None, "choices: not one for each of the requirements"),
+        (["choices", 1], "again", "choices: not one for each of the requirements"),
+        (["page_size"], 16, "page size 32"),
+        (["page_size"], -1, "page_size"),
+        (["page_size"], 0, "page_size"),
+        (["choices", 0, "requirement", "page_size"], 16, "page size 16"),
+        (["choices", 1, "requirement", "kv_layout"], "hnd", "KV layout hnd"),
+        (["choices", 0, "requirement", "kv_dtype"], "float8_e4m3fn", "is for another requirement"),
+        (["choices", 0, "requirement", "head_dim"], 512, "is for another requirement"),
+        (["choices", 0, "winners", 0, "record"], "nope", "record nope"),
+        (["choices", 0, "winners", 0, "source"], "first-dist 9.9.9", "first-dist 9.9.9"),
+        (["choices", 0, "winners", 0, "max_batch"], 4, "for at most 4 rows"),
+        (["choices", 0, "winners", 0, "backend"], "nope", "no backend called 'nope'"),
+        (["choices", 0, "winners", 1], {"backend": "nope", "max_batch": 4}, "nope"),
+    ],
+)
+def test_an_edited_decision_is_refused_and_never_replaced(install, headstock, model, tmp_path, path, value, told):
+    install("first", pages="{32}")
+    decision = json.loads(headstock("explain", "--model", model, "--json")[1])
+    *steps, last = path
+    part = decision
+    for step in steps:
+        part = part[step]
+    if value is None:
+        del part[last]
+    elif value == "again":
+        part[last] = part[0]
+    elif isinstance(value, dict):
+        part.insert(last, part[0] | value)
+    else:
+        part[last] = value
+    pinned = tmp_path / "decision.json"
+    pinned.write_text(json.dumps(decision), encoding="utf-8-sig")
+    code, out, err = headstock("explain", "--model", model, "--decision", pinned)
+    assert (code, out, one_line(err)) == (2, "", True)
+    assert told in err
 
 
 def test_wrong_usage_exits_with_2(headstock):

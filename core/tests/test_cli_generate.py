@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import uuid
 from io import TextIOWrapper
 
@@ -241,7 +246,7 @@ def test_what_fails_during_a_run_is_told_at_its_end(generate, tmp_path):
     assert notice.startswith(
         "notice: after_forward of the plugin plain (plain-dist 1.0) failed and is left out: OSError"
     )
-    assert err.count("notice: ") == 1
+    assert err.count("notice: after_forward") == 1
     assert generate("Hi", "--max-tokens", 3, "--quiet")[2] == ""
 
 
@@ -363,6 +368,14 @@ def test_bad_lines_are_refused_with_their_number(generate, tmp_path, content, to
     assert refused(generate("--prompt-file", file, "--raw"), told)
 
 
+def test_a_prompt_that_the_tokenizer_refuses_is_named_by_its_line(generate, model, tmp_path):
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(b'{"prompt": "a"}\n{"prompt": "\\ud800"}\n')
+    assert refused(generate("--prompt-file", file, "--raw"), "bad.jsonl:2: a prompt is not text")
+    file.write_bytes(b'{"prompt": "a"}\n\n{"messages": [{"role": 7}]}\n')
+    assert refused(generate("--prompt-file", file), "bad.jsonl:3: a chat cannot be read")
+
+
 def test_a_backend_that_cannot_is_refused_before_torch_is_imported(plain, model, tmp_path):
     manifest = BACKEND[BACKEND.index("@hookimpl") :].replace("backend=Plain, options=Options", 'backend="a.b:C"')
     header = "from headstock import Capabilities, Offer, hookimpl\n\n\n"
@@ -380,3 +393,162 @@ def test_a_real_process_streams_and_ends_well(plain, model):
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\n")
     assert "Traceback" not in done.stderr
+
+
+# Interrupted, and gone on with
+
+RECORDS = [{"prompt": f"prompt {i}", "max_tokens": 3 + 7 * (i % 3)} for i in range(5)]
+SLOW = BACKEND.replace("        batch.metadata = None", "        import time; time.sleep(0.1)")
+
+
+def slow_process(model, tmp_path, *arguments, stderr=subprocess.PIPE):
+    """Starts a run in a process of its own, where each step takes a tenth of a second."""
+    (path,) = (tmp_path / "site").glob("plain_*.py")
+    path.write_text(SLOW, encoding="utf-8")
+    command = [sys.executable, "-c", START, "generate", *arguments, "--raw", "--model", model, "--device", "cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": stderr}
+    return subprocess.Popen([str(part) for part in command], text=True, cwd=tmp_path, **pipes)
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+
+
+def test_ctrl_c_saves_what_is_finished_and_a_run_goes_on_from_there(generate, plain, model, tmp_path):
+    file, output, whole = jsonl(tmp_path / "in.jsonl", *RECORDS), tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    flags = ["--prompt-file", file, "--max-batch", 2, "--temperature", 0.8, "--seed", 3]
+    assert generate(*flags, "--raw", "--output", whole)[0] == 0
+    process = slow_process(model, tmp_path, *flags, "--output", output)
+    until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, ""), err
+    assert err.splitlines()[-1].startswith("headstock: interrupted, ")
+    assert err.splitlines()[-1].endswith(" of 5 prompts answered; to go on, give the same command --resume")
+    assert "Traceback" not in err
+    kept = output.read_text(encoding="utf-8").splitlines()
+    assert 2 <= len(kept) < 5
+    assert kept == [line for line in whole.read_text(encoding="utf-8").splitlines() if line in kept]
+    code, _, err = generate(*flags, "--raw", "--output", output, "--resume")
+    assert code == 0
+    assert f"{output} has {len(kept)} answers already, {5 - len(kept)} are to come" in err
+    assert output.read_bytes() == whole.read_bytes()
+
+
+def test_a_terminal_shows_how_far_a_run_is_and_how_fast(plain, model, tmp_path):
+    file = jsonl(tmp_path / "in.jsonl", *RECORDS)
+    ours, theirs = pty.openpty()
+    process = slow_process(model, tmp_path, "--prompt-file", file, "--max-batch", 2, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how Linux tells that the other end is closed
+        while more := os.read(ours, 4096):
+            shown += more
+    os.close(ours)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, shown
+    assert len(out.splitlines()) == 5
+    shown = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", shown)
+    assert re.search(rb"generating .* 0/5 +\d+ tokens/s, 2 run, 3 wait", shown), shown
+    assert re.search(rb"3/5 .*tokens/s, ", shown), shown
+
+
+def test_a_killed_run_leaves_every_line_that_was_finished(generate, plain, model, tmp_path):
+    file, output = jsonl(tmp_path / "in.jsonl", {"prompt": "long", "max_tokens": 50}, *RECORDS), tmp_path / "out.jsonl"
+    process = slow_process(model, tmp_path, "--prompt-file", file, "--max-batch", 2, "--output", output)
+    until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 2)
+    process.kill()
+    process.communicate(timeout=60)
+    kept = output.read_text(encoding="utf-8").splitlines()
+    assert json.loads(kept[0])["index"] == 1, "the first prompt is the last to end"
+    assert generate("--prompt-file", file, "--raw", "--output", output, "--resume")[0] == 0
+    lines = output.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["index"] for line in lines] == list(range(6))
+    assert set(kept) <= set(lines)
+
+
+def test_ctrl_c_ends_a_streamed_answer_with_a_line_break(plain, model, tmp_path):
+    process = slow_process(model, tmp_path, "Hi", "--max-tokens", 60, "--temperature", 1)
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out.endswith("\n")
+    assert err.splitlines()[-1] == "headstock: interrupted, 0 of 1 prompts answered"
+    assert "Traceback" not in err
+
+
+def test_an_output_cut_anywhere_becomes_whole_again(generate, tmp_path):
+    file, output = jsonl(tmp_path / "in.jsonl", *RECORDS), tmp_path / "out.jsonl"
+    flags = ["--prompt-file", file, "--raw", "--quiet", "--output", output]
+    assert generate(*flags, "--resume") == (0, "", ""), "where there is nothing yet, it starts"
+    whole = output.read_bytes()
+    second = whole.index(b"\n") + 1
+    lines = whole.splitlines(keepends=True)
+    cuts = [whole[:end] for end in (0, 1, second - 1, second, second + 20, len(whole) - 1, len(whole))]
+    for left in [*cuts, b"".join(lines[3:] + lines[:2]), lines[4] + b'{"index": 7, "te', lines[2] + b"\xff\xfe"]:
+        output.write_bytes(left)
+        assert generate(*flags, "--resume") == (0, "", "")
+        assert output.read_bytes() == whole
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_more_prompts_may_follow_and_nothing_is_run_twice(generate, tmp_path):
+    file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    flags = ["--prompt-file", file, "--raw", "--output", output, "--max-tokens", 4, "--resume"]
+    jsonl(file, {"prompt": "one"}, {"prompt": "two"})
+    assert generate(*flags)[0] == 0
+    first = output.read_bytes()
+    assert generate(*flags) == (0, "", f"{output} has 2 answers already, 0 are to come\n")
+    jsonl(file, {"prompt": "one"}, {"prompt": "two"}, {"prompt": "three\u2028four"})
+    assert "output 3 tokens" in generate(*flags)[2]
+    assert output.read_bytes().startswith(first)
+    assert json.loads(output.read_bytes().splitlines()[2])["prompt"] == "three\u2028four"
+
+
+@pytest.mark.parametrize(
+    ("line", "flags", "told"),
+    [
+        ({"prompt": "other"}, [], "out.jsonl:1 answers another prompt than is given now"),
+        ({"messages": [{"role": "user", "content": "one"}]}, [], "out.jsonl:1 answers another prompt"),
+        (None, ["--max-tokens", 9], "out.jsonl:1 was made with other options; given: max_tokens 9, there 4"),
+        (None, ["--temperature", 0.5], "given: temperature 0.5, there by default"),
+        (None, ["--dtype", "bfloat16"], "given: dtype bfloat16, there by default"),
+        (None, ["--max-context", 32], "given: max_context 32"),
+    ],
+)
+def test_another_input_or_other_options_are_refused_and_the_output_is_left_alone(generate, tmp_path, line, flags, told):
+    file, output = jsonl(tmp_path / "in.jsonl", {"prompt": "one"}), tmp_path / "out.jsonl"
+    assert generate("--prompt-file", file, "--output", output, "--max-tokens", 4)[0] == 0
+    before = output.read_bytes()
+    if line:
+        jsonl(file, line)
+    assert refused(generate("--prompt-file", file, "--output", output, "--max-tokens", 4, *flags, "--resume"), told)
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "content", ["a diary\n", '{"version": 1}\n', "[1]\n\n", "[" * 10**5 + "\n", '{"index": 9}\n', '{"index": "0"}\n']
+)
+def test_a_file_of_anything_else_is_not_gone_on_with(generate, tmp_path, content):
+    file, output = jsonl(tmp_path / "in.jsonl", {"prompt": "one"}), tmp_path / "out.jsonl"
+    output.write_text(content, encoding="utf-8")
+    assert refused(generate("--prompt-file", file, "--raw", "--output", output, "--resume"), "out.jsonl:1")
+    assert output.read_text(encoding="utf-8") == content
+    assert refused(generate("--prompt-file", file, "--resume"), "--output FILE")
+
+
+def test_other_models_raw_text_and_links(generate, model, tmp_path):
+    file, output, link = jsonl(tmp_path / "in.jsonl", {"prompt": "one"}), tmp_path / "out.jsonl", tmp_path / "link"
+    link.symlink_to(output)
+    flags = ["--prompt-file", file, "--max-tokens", 4, "--output", link]
+    assert generate(*flags, "--raw")[0] == 0
+    assert refused(generate(*flags, "--resume"), "given: raw by default, there True")
+    copy = shutil.copytree(model, tmp_path / "copy")
+    assert refused(generate(*flags, "--raw", "--resume", "--model", copy), f"given: model {copy}, there {model}")
+    assert generate(*flags, "--raw", "--resume")[0] == 0
+    assert link.is_symlink()
+    assert output.is_file()

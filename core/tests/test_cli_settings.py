@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from headstock.cli.doctor import doctor
 from headstock.cli.options import Choices, Limits, flag_name
 from headstock.cli.settings import Settings, find_file, read_file
 from headstock.engine.sampling import SamplingParams
@@ -55,6 +56,36 @@ def test_the_table_in_pyproject(here):
     assert (settings.file, settings.choices.dtype, settings.sampling.stop) == (upper, "float32", ("\n",))
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("tool = 5", "tool is no table; given: 5"),
+        ("[tool]\nheadstock = 5", "headstock is no table; given: 5"),
+        ('[tool]\nheadstock = "page-size"', "headstock is no table"),
+        ("[[tool.headstock]]\npage-size = 4", "headstock is no table"),
+    ],
+)
+def test_a_pyproject_of_another_shape_is_named(here, content, told):
+    (here / "pyproject.toml").write_text(content, encoding="utf-8")
+    with pytest.raises(HeadstockError, match=r"pyproject\.toml: ") as refusal:
+        Settings.load(None, {})
+    assert told in str(refusal.value)
+    assert "[tool.headstock]" in str(refusal.value)
+
+
+def test_the_byte_order_mark_of_some_editors_is_no_part_of_a_file(here):
+    (here / "headstock.toml").write_bytes(b"\xef\xbb\xbfpage-size = 4\r\n")
+    assert Settings.load(None, {}).choices.page_size == 4
+
+
+def test_a_working_folder_that_is_gone_is_told(here):
+    here.rmdir()
+    for command in (lambda: Settings.load(None, {}), doctor):
+        with pytest.raises(HeadstockError, match="working folder is gone"):
+            command()
+    here.mkdir()
+
+
 def test_the_nearest_file_counts_and_a_named_one_before_it(here):
     (here.parent / "headstock.toml").write_text("page-size = 1", encoding="utf-8")
     (here / "headstock.toml").write_text("page-size = 2", encoding="utf-8")
@@ -92,7 +123,8 @@ def test_every_option_can_be_written_to_the_file(here):
     values = {
         "model": '"m"', "device": '"cpu"', "dtype": '"float16"', "kv-dtype": '"float8_e4m3fn"', "max-context": "9",
         "attention-backend": '"a"', "prefill-attention-backend": '"b"', "decode-attention-backend": '"c"',
-        "page-size": "4", "kv-layout": '"hnd"', "decision": '"d"', "max-batch": "2", "kv-tokens": "99",
+        "page-size": "4", "kv-layout": '"hnd"', "cascade": '"on"', "decision": '"d"', "max-batch": "2",
+        "kv-tokens": "99",
         "temperature": "0.5", "top-k": "5", "top-p": "0.5", "min-p": "0.5", "seed": "1", "max-tokens": "3",
         "stop": '["x"]', "stop-token-ids": "[1]", "ignore-eos": "true", "backend-option": "{a = {b = 1}}",
     }  # fmt: skip
@@ -117,6 +149,14 @@ def test_every_option_can_be_written_to_the_file(here):
         ("temperature = -1", [": temperature", "given: -1"]),
         ("temperature = nan", [": temperature", "given: nan"]),
         ("stop = [1]", [": stop"]),
+        ('page-size = "16"', [": page-size", "integer", "given '16'"]),
+        ("page-size = 16.0", [": page-size", "integer", "given 16.0"]),
+        ("page-size = true", [": page-size", "integer", "given True"]),
+        ("max-batch = true", [": max-batch", "integer"]),
+        ("device = 5", [": device", "string"]),
+        ("model = 5", [": model", "given 5"]),
+        ('model = ""', [": model", "given ''"]),
+        ("x = " + "[" * 100_000 + "]" * 100_000, ["nested too deeply"]),
         ("backend-option = 3", ["backend-option.NAME"]),
         ("[backend-option]\na = 3", ["backend-option.NAME"]),
         ("page-size = ", ["is not TOML"]),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from torch import Tensor
 
 from headstock import ANY, Capabilities, ForwardBatch, HeadstockError, MultipleOf, Offer
-from headstock.backend import BackendSpec, Workspace
+from headstock.backend import BackendSpec, Workspace, WorkspaceBytes
 from headstock.capabilities import AXES
 from headstock.layer import AttentionLayer
 from headstock.requirement import Requirement
@@ -181,3 +182,29 @@ def test_a_backend_that_raises_fails_its_cases_and_stops_nothing():
     outcomes = list(Suite(offer(Raises)).run())
     assert all(not outcome.good for outcome in outcomes if outcome.law == "matches")
     assert "RuntimeError: no such kernel" in outcomes[0].message
+
+
+class Options(BaseModel):
+    """Options of a backend, all with a default."""
+
+    block: int = 4
+
+
+class Optioned(Specimen):
+    """A backend that reads its options, in planning memory too."""
+
+    @classmethod
+    def workspace_bytes(cls, spec: BackendSpec) -> WorkspaceBytes:
+        return WorkspaceBytes(spec.options.block)
+
+    def __init__(self, spec: BackendSpec, workspace: Workspace):
+        super().__init__(spec, workspace)
+        assert spec.options.block == len(workspace.scratch)
+
+
+@pytest.mark.parametrize("given", [{}, {"block": 7}])
+def test_a_backend_has_the_options_that_the_runner_would_give_it(given):
+    optioned = Offer(name="optioned", backend=Optioned, capabilities=(record(),), options=Options)
+    suite = Suite(optioned, options=given, only="*-matches-*")
+    assert all(outcome.good for outcome in suite.run())
+    assert suite.backend.__name__ == "Optioned"

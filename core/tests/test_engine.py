@@ -384,6 +384,9 @@ def test_other_refusals_name_what_is_wrong(make):
     for prompt, options, said in [
         ([], {}, "the prompt is empty"),
         ([256], {}, "outside the vocabulary"),
+        ([1, 2.5], {}, "the prompt holds what is no token id; given: 2.5"),
+        ([True], {}, "no token id; given: True"),
+        (["text"], {}, "no token id; given: 'text'"),
         ([1], {"n": 0}, "too few samples; given: 0"),
         ([], {"called": "line 3"}, "line 3 is empty"),
         ("\ud800", {}, "not text"),

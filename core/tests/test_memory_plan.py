@@ -7,7 +7,7 @@ import torch
 
 from headstock.device import Device
 from headstock.errors import MemoryPlanError
-from headstock.runner.memory import plan_memory
+from headstock.runner.memory import WindowPlan, plan_memory
 
 
 class Fixed(Device):
@@ -48,8 +48,10 @@ def test_a_number_of_tokens_that_the_user_fixed_is_kept_in_whole_pages(tokens, p
     [
         ({"kv_tokens": 0}, "at least 1 tokens"),
         ({"kv_tokens": -5}, "at least 1 tokens"),
+        ({"weights": 9_000}, "single token"),
         ({"weights": 9_900}, "single token"),
-        ({"weights": 10**9}, "single token"),
+        ({"weights": 10**14}, "the weights do not fit into the free memory; given: 93132.26 GiB"),
+        ({"weights": 10**9, "kv_tokens": 1}, "a smaller model"),
         ({"least_tokens": 1000}, "--kv-tokens 1000"),
         ({"kv_tokens": 8, "least_tokens": 40}, "given: 16 tokens"),
         ({"kv_tokens": 16 * 70}, "at most 544 tokens"),
@@ -62,6 +64,23 @@ def test_what_does_not_fit_is_refused_with_the_sizes(given, said):
     assert said in str(caught.value)
     assert "GiB" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "pages", "kept", "size"),
+    [
+        ({}, 25, 10, 25 * 100 + 10 * 100),  # 3,500 bytes of room
+        ({"wanted_tokens": 64}, 5, 5, 1_000),
+        ({"kv_tokens": 320}, 21, 10, 3_100),
+        ({"bytes_per_page": 0}, 10**6 // 16 + 1, 10, 1_000),
+        ({"weights": 7_000}, 5, 5, 1_000),
+    ],
+)
+def test_layers_with_a_window_take_no_more_pages_than_they_can_use(given, pages, kept, size):
+    given = {"weights": 2_000} | given
+    made = plan(windows={4: WindowPlan(10, 100)}, **given)
+    assert (made.num_pages, made.windows[4].num_pages, made.kv_cache) == (pages, kept, size)
+    assert made.lines()[-1].split() == ["window", "4:", "the", "last", "of", "them", "in", str(kept - 1), "pages"]
 
 
 def test_the_plan_is_told_by_purpose():

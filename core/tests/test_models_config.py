@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headstock.errors import ModelError
-from headstock.models.config import ModelConfig, RopeConfig
+from headstock.models.config import ModelConfig
 from headstock.models.registry import ARCHITECTURES, model_class
 from headstock.models.rope import Rope, inverse_frequencies, rotate
+from headstock.models.rope_config import RopeConfig
 
 LLAMA = {
     "model_type": "llama",
@@ -100,6 +102,34 @@ def test_windows_are_per_layer(changes, windows):
     assert [layer.window for layer in ModelConfig.from_hf(QWEN2 | changes).layers] == windows
 
 
+GEMMA3 = LLAMA | {"model_type": "gemma3_text", "sliding_window": 8}
+
+
+def test_gemma_keeps_every_sixth_layer_full_unless_it_says_otherwise():
+    def windows(**changes):
+        return [layer.window for layer in ModelConfig.from_hf(GEMMA3 | changes).layers]
+
+    assert windows(num_hidden_layers=13) == [8, 8, 8, 8, 8, None] * 2 + [8]
+    assert windows(sliding_window_pattern=2) == [8, None, 8, None]
+    assert windows(layer_types=[FULL, FULL, FULL, SLIDING]) == [None, None, None, 8]
+
+
+def test_gemma_has_a_rope_for_each_kind_of_layer_in_both_spellings():
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = ModelConfig.from_hf(
+        GEMMA3 | {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": scaling, "query_pre_attn_scalar": 168}
+    )
+    both = {FULL: {"rope_theta": 5e5, **scaling}, SLIDING: {"rope_type": "default", "rope_theta": 2e4}}
+    new = ModelConfig.from_hf(GEMMA3 | {"rope_parameters": both, "query_pre_attn_scalar": 168})
+    assert old == new
+    assert (new.rope.rope_type, new.rope.rope_theta, new.rope.factor) == ("linear", 5e5, 8.0)
+    assert (new.local_rope.rope_type, new.local_rope.rope_theta) == ("default", 2e4)
+    assert {layer.scale for layer in new.layers} == {168**-0.5}
+    bare = ModelConfig.from_hf(GEMMA3)
+    assert (bare.rope.rope_theta, bare.local_rope.rope_theta) == (1e6, 1e4)
+    assert (bare.head_dim, bare.tie_embeddings, bare.layers[0].scale) == (256, True, 1 / 16)
+
+
 def test_generation_config_says_what_ends_a_text(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": 2}))
     assert ModelConfig.from_folder(tmp_path).eos_token_ids == (2,)
@@ -140,6 +170,9 @@ def test_dtype_has_two_names(key):
         ({"rope_scaling": {"type": "linear", "factor": -1.0}}, ["factor", "-1"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3.0}}, ["does not read", "beta_fast"]),
         ({"rope_scaling": {"factor": 2.0}}, ["default", "does not read factor"]),
+        ({"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}}, ["yarn", "rope_theta above 1"]),
+        ({"architectures": 5}, ["architectures must be a list", "5"]),
+        ({"architectures": "LlamaForCausalLM"}, ["architectures must be a list"]),
         ({"rope_scaling": "linear"}, ["rope_scaling", "object"]),
         ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, ["contradictory rope_type"]),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, ["contradictory rope_theta", "500000"]),
@@ -154,6 +187,12 @@ def test_dtype_has_two_names(key):
         ({"model_type": "qwen2", "layer_types": [FULL]}, ["layer_types", "num_hidden_layers=4"]),
         ({"model_type": "qwen2", "layer_types": ["linear_attention"] * 4}, ["layer_types", "linear_attention"]),
         ({"layer_types": [SLIDING] * 4}, ["layer_types"]),
+        ({"model_type": "gemma3_text", "sliding_window": None}, ["sliding_window is null"]),
+        ({"model_type": "gemma3_text", "layer_types": [FULL]}, ["layer_types", "num_hidden_layers=4"]),
+        ({"model_type": "gemma3_text", "hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, ["final_logit_softcapping", "30"]),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ({"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 5e5}}, ["by kind of layer", FULL]),
     ],
 )
 def test_what_is_not_supported_is_one_line_that_names_it(changes, words):
@@ -161,12 +200,33 @@ def test_what_is_not_supported_is_one_line_that_names_it(changes, words):
     assert all(word in message for word in words), message
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(0) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+ROPE = {key: JSON | st.floats(1e-9, 1e9) for key in RopeConfig.model_fields} | {
+    "rope_type": st.sampled_from(["default", "linear", "llama3", "yarn"])
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(["llama", "qwen2", "gemma3_text"]), st.data())
+def test_any_value_of_any_key_is_taken_or_refused(family, data):
+    """What is taken can be computed with, too."""
+    key = data.draw(st.sampled_from([*LLAMA, "architectures", "quantization_config", "rope_parameters", "layer_types"]))
+    value = data.draw(st.fixed_dictionaries({}, optional=ROPE) if key == "rope_parameters" else JSON)
+    with suppress(ModelError):
+        config = ModelConfig.from_hf(LLAMA | {"model_type": family} | {key: value})
+        inverse_frequencies(config.rope, config.head_dim)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (None, ["cannot read", "config.json", "Hugging Face"]),
         (b"{", ["not JSON"]),
-        (b"\xff\xfe\x00", ["not JSON"]),
+        (b"\xff\xfe\x00", ["cannot read", "utf-8"]),
         (b"[1]", ["no JSON object", "list"]),
     ],
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
 import re
+import resource
 import signal
 
 import gguf
@@ -13,14 +15,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from headstock.engine.tokenizer import Tokenizer as ModelTokenizer
 from headstock.errors import ModelError
 from headstock.models import embedded, gguf_file
+from headstock.models.cache import default_cache_dir
 from headstock.models.config import ModelConfig
 from headstock.models.embedded import embedded_model
-from headstock.models.gguf import convert, default_cache_dir
+from headstock.models.gguf import convert
+from headstock.models.gguf_tokenizer import build_tokenizer
 from headstock.models.llama import Llama
+from headstock.models.registry import model_class
 from headstock.models.weights import WeightSource
 
 try:
@@ -34,6 +42,7 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 TO_GGUF = {theirs: ours for ours, theirs in (gguf_file.OUTER | gguf_file.INNER).items()}
+TO_GEMMA = {theirs: ours for ours, theirs in (gguf_file.OUTER | gguf_file.GEMMA).items()}
 TEXTS = [
     "Hello, world! It's fine; we'll see.",
     "Ünïcödé – 中文字符, русский, עברית, 🙂👩‍👩‍👧 e\u0301",
@@ -54,15 +63,18 @@ def vocabulary(size: int) -> list[str]:
 
 def write_gguf(path, model, changes=None, tensors=None):
     """A transformers model as llama.cpp's converter writes it; `changes` replace keys (None leaves one out)."""
-    config, arch = model.config, model.config.model_type
+    config, arch = model.config, model.config.model_type.removesuffix("_text")
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer, tokens = gguf.GGUFWriter(path, arch), vocabulary(config.vocab_size)
     keys = {
         "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": SMALL["head_dim"], "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.freq_base": float(rope["rope_theta"]),
     }  # fmt: skip
+    if arch == "gemma3":
+        keys["attention.sliding_window"] = config.sliding_window
     full = {f"{arch}.{key}": value for key, value in keys.items()}
     full |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.eos_token_id": 1}
     for key, value in (full | (changes or {})).items():
@@ -88,7 +100,9 @@ def as_gguf(arch, name, values):
     """GGUF's name and row order. llama.cpp's converter turns each head's two halves into pairs side by side."""
     layer, rest = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)", name).groups()
     module, _, kind = rest.rpartition(".")
-    short = TO_GGUF.get(module, module)
+    short = (TO_GEMMA if arch == "gemma3" else TO_GGUF).get(module, module)
+    if arch == "gemma3" and module.endswith("norm"):
+        values = values + 1
     if arch == "llama" and short in ("attn_q", "attn_k"):
         head, rows = SMALL["head_dim"], np.arange(len(values))
         within = rows % head
@@ -96,9 +110,12 @@ def as_gguf(arch, name, values):
     return (f"blk.{layer}.{short}.{kind}" if layer else f"{short}.{kind}"), np.ascontiguousarray(values)
 
 
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where the family's own name is that of a model for images too
+
+
 def random_model(family="Llama", **overrides):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SMALL | overrides)
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**SMALL | overrides)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -107,24 +124,26 @@ def random_model(family="Llama", **overrides):
 
 
 def load(folder) -> Llama:
-    model = Llama(ModelConfig.from_folder(folder), torch.float32)
+    config = ModelConfig.from_folder(folder)
+    model = model_class(config)(config, torch.float32)
     model.load(WeightSource(folder))
     return model
 
 
 class Dense:
-    """Causal attention over everything seen so far."""
+    """Causal attention over everything seen so far; layers numbered in `windows` see so many keys only."""
 
-    def __init__(self):
-        self.cache = {}
+    def __init__(self, windows=None):
+        self.cache, self.windows = {}, windows or {}
 
     def __call__(self, index, q, k, v, out):
         old = self.cache.get(index, (k[:0], v[:0]))
         k, v = self.cache[index] = torch.cat((old[0], k)), torch.cat((old[1], v))
         group, start = q.shape[1] // k.shape[1], len(k) - len(q)
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * q.shape[-1] ** -0.5
-        later = torch.arange(len(k)) > torch.arange(start, len(k))[:, None]
-        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        distance = torch.arange(start, len(k))[:, None] - torch.arange(len(k))
+        hidden = (distance < 0) | (distance >= self.windows.get(index, len(k)))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         out.copy_(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)))
 
 
@@ -154,13 +173,27 @@ LLAMA3 = {
             {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0,
              "qwen2.rope.scaling.original_context_length": 32},
         ),
+        ("Gemma3", {"query_pre_attn_scalar": 8, "num_hidden_layers": 7, "sliding_window": 6}, {}),
+        (
+            "Gemma3",
+            {
+                "query_pre_attn_scalar": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                },
+            },
+            {"gemma3.attention.sliding_window_pattern": 2, "gemma3.rope.freq_base_swa": 500.0,
+             "gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0},
+        ),
     ],
 )  # fmt: skip
 def test_a_converted_file_gives_the_logits_of_the_model_it_was_made_of(family, overrides, changes, tmp_path):
     reference = random_model(family, **overrides)
     source = write_gguf(tmp_path / "model.gguf", reference, changes)
     model, tokens = load(convert(source, tmp_path / "cache", "float32")), torch.arange(20)
-    logits = model.forward(tokens, tokens, Dense())
+    windows = {index: layer.window for index, layer in enumerate(model.config.layers) if layer.window}
+    logits = model.forward(tokens, tokens, Dense(windows))
     torch.testing.assert_close(logits, reference(tokens[None]).logits[0], atol=1e-4, rtol=0)
 
 
@@ -197,7 +230,8 @@ def test_llama3_scaling_is_recognised_from_its_factors(tmp_path):
         ({"split.count": 2}, {}, "split.count=2"),
         ({"llama.block_count": 3}, {}, "model.layers.2."),
         ({"llama.feed_forward_length": 65}, {}, "[32, 65]"),
-        ({"tokenizer.ggml.model": "llama"}, {}, "tokenizer.ggml.model='llama'"),
+        ({"tokenizer.ggml.model": "bert"}, {}, "tokenizer.ggml.model='bert'"),
+        ({"tokenizer.ggml.model": "llama"}, {}, "it has no scores"),
         ({"tokenizer.ggml.pre": "mystery"}, {}, "tokenizer.ggml.pre='mystery'"),
         ({}, {"model.norm.weight": None}, "model.norm.weight"),
         ({}, {"model.embed_tokens.weight": None}, "token_embd.weight is missing"),
@@ -257,6 +291,27 @@ def test_a_conversion_that_fails_half_way_is_not_found_later(tmp_path):
         convert(source, cache, "float32", fail)
     assert list(cache.iterdir()) == []
     load(convert(source, cache, "float32"))
+
+
+def test_a_damaged_conversion_is_made_again(tmp_path):
+    source = write_gguf(tmp_path / "model.gguf", random_model())
+    folder = convert(source, tmp_path / "cache", "float32")
+    for file in sorted(folder.iterdir()):
+        file.write_bytes(file.read_bytes()[:-1])
+        assert convert(source, tmp_path / "cache", "float32") == folder
+        load(folder)
+
+
+def test_weights_for_which_there_is_no_room_are_told_as_such(tmp_path):
+    source = write_gguf(tmp_path / "model.gguf", random_model())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))  # the weights are larger, the other files are not
+    try:
+        with pytest.raises(ModelError, match=r"cannot write the cache .*safetensors"):
+            convert(source, tmp_path / "cache", "float32")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def die_half_way(source, cache):
@@ -326,6 +381,46 @@ def test_start_and_end_tokens_are_added_where_the_file_asks(changes, tokens, tmp
     source = write_gguf(tmp_path / "model.gguf", random_model(), changes)
     tokenizer = Tokenizer.from_file(str(convert(source, tmp_path / "cache") / "tokenizer.json"))
     assert tokenizer.encode("abba").tokens == tokens
+
+
+PIECES = {
+    "<unk>": 0.0, "<s>": 0.0, "</s>": 0.0, "▁": -9.0, "a": -10.0, "b": -11.0, "c": -12.0, "ab": -1.0, "bc": -2.0,
+    "▁a": -3.0, "abc": -4.0, "▁ab": -5.0, "ca": -6.0, "aa": -7.0, "<turn>": 0.0, "▁abca": -8.0, "bcb": -0.5,
+}  # fmt: skip
+BYTES = {f"<0x{byte:02X}>": 0.0 for byte in range(256)}
+
+
+def sentence_pieces(text, prefix):
+    """SentencePiece's BPE by its definition: the best pair of neighbours, the first of equals, until there is none."""
+    vocabulary = [*PIECES, *BYTES]
+    for word in text.split("<turn>"):
+        symbols = list((("▁" if prefix and word else "") + word).replace(" ", "▁"))
+        while pairs := [
+            (-PIECES[a + b], at) for at, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in PIECES
+        ]:
+            at = min(pairs)[1]
+            symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+        for symbol in symbols:
+            known = [symbol] if symbol in PIECES else [f"<0x{byte:02X}>" for byte in symbol.encode()]
+            yield from map(vocabulary.index, known)
+        yield vocabulary.index("<turn>")
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.lists(st.sampled_from([*"aaabbbccc  é\n", "<turn>"])).map("".join), prefix=st.booleans())
+def test_a_sentence_piece_tokenizer_merges_the_best_pair_first(text, prefix):
+    tokenizer = build_tokenizer(
+        {
+            "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": [*PIECES, *BYTES],
+            "tokenizer.ggml.scores": [*PIECES.values(), *BYTES.values()], "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.token_type": [2, 3, 3, *[1] * 11, 4, 1, 1, *[6] * 256],
+            "tokenizer.ggml.add_space_prefix": prefix,
+        }
+    )  # fmt: skip
+    bos, *ids = tokenizer.encode(text).ids
+    assert (bos, ids) == (1, list(sentence_pieces(text, prefix))[:-1])
+    assert ModelTokenizer(tokenizer).decode(ids) == tokenizer.decode(ids)
+    assert prefix or ModelTokenizer(tokenizer).decode(ids) == text
 
 
 @pytest.fixture(scope="module")

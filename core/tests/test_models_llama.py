@@ -1,4 +1,4 @@
-"""The llama family against transformers: the same random weights on disk must give the same logits."""
+"""The models against transformers: the same random weights on disk must give the same logits."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 DEEPSEEK_YARN = dict(**YARN, beta_fast=16.0, beta_slow=2.0, mscale=0.8, mscale_all_dim=0.5)
 
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where the family's own name is that of a model for images too
 CASES = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -45,6 +46,18 @@ CASES = {
         {
             "use_sliding_window": True, "sliding_window": 6, "tie_word_embeddings": True, "attention_bias": True,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3": ("Gemma3", {"num_hidden_layers": 7, "sliding_window": 5}),
+    "gemma3-layer-types": (
+        "Gemma3",
+        {
+            "sliding_window": 6, "query_pre_attn_scalar": 24, "attention_bias": True, "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5e4, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
         },
     ),
 }  # fmt: skip
@@ -73,7 +86,7 @@ class CachedAttention:
 def random_reference(family: str, overrides: dict, seed: int = 0) -> transformers.PreTrainedModel:
     """A transformers model whose every parameter, norms and biases too, is drawn at random."""
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**SMALL | overrides)
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**SMALL | overrides)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -149,8 +162,9 @@ def test_attend_gets_strided_views_of_the_right_shapes(tmp_path):
 
 
 @torch.no_grad()
-def test_bfloat16_is_as_near_to_float64_as_transformers_bfloat16(tmp_path):
-    reference = random_reference("Llama", {})
+@pytest.mark.parametrize("case", ["llama", "gemma3"])
+def test_bfloat16_is_as_near_to_float64_as_transformers_bfloat16(case, tmp_path):
+    reference = random_reference(*CASES[case])
     reference.to(torch.bfloat16).save_pretrained(tmp_path)
     model = load(tmp_path, torch.bfloat16)
     tokens = torch.randint(0, SMALL["vocab_size"], (32,))
@@ -173,7 +187,7 @@ def test_a_sharded_checkpoint_gives_the_same_logits(tmp_path):
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("case", ["llama", "llama-tied", "llama-biases", "qwen2", "qwen3"])
+@pytest.mark.parametrize("case", ["llama", "llama-tied", "llama-biases", "qwen2", "qwen3", "gemma3"])
 def test_shapes_and_bytes_are_known_before_loading(case, tmp_path):
     reference = random_reference(*CASES[case])
     reference.save_pretrained(tmp_path)
@@ -198,12 +212,13 @@ def test_linears_are_all_the_multiplications_of_a_step(tmp_path):
 
 
 @torch.no_grad()
-def test_random_weights_follow_the_seed(tmp_path):
-    random_reference("Llama", {}).save_pretrained(tmp_path)
+@pytest.mark.parametrize("case", ["llama", "gemma3"])
+def test_random_weights_follow_the_seed(case, tmp_path):
+    random_reference(*CASES[case]).save_pretrained(tmp_path)
     config = ModelConfig.from_folder(tmp_path)
     tokens, logits = torch.arange(4), []
     for seed in (1, 1, 2):
-        model = Llama(config, torch.float32)
+        model = model_class(config)(config, torch.float32)
         model.init_random(seed)
         logits.append(model.forward(tokens, tokens, CachedAttention(config)))
     assert torch.equal(logits[0], logits[1])

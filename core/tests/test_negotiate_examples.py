@@ -282,7 +282,8 @@ def test_serving_both_forms_of_prefill_comes_before_wishes() -> None:
     ]
     decision = negotiate(needs, offers)
     assert served(decision) == {"extend": "prefill", "expand": "ragged", "decode": "plain"}
-    assert decision.notices == ("graph is off for decode: plain does not declare it",)
+    assert decision.ungranted == ("graph is off for decode: plain does not declare it",)
+    assert decision.notices == (), "whoever did not ask for it need not hear of it"
 
 
 def test_a_wish_comes_before_measurements_and_those_before_preference() -> None:
@@ -354,8 +355,7 @@ def test_a_pin_is_refused_when_its_winner_no_longer_covers() -> None:
     again = negotiate(BOTH, [offer("a", dtypes={"float16"}), offer("b")], decision.pin(Policy()))
     assert not again.solved
     assert again.conflict.startswith(
-        "a (the choice for all/extend) cannot serve extend: "
-        "dtypes: needs bfloat16, offers {float16}; try --dtype float16"
+        "a (the pinned decision) cannot serve extend: dtypes: needs bfloat16, offers {float16}; try --dtype float16"
     )
     with pytest.raises(NegotiationError, match="there is no backend called 'a'"):
         negotiate(BOTH, [offer("b")], decision.pin(Policy()))

@@ -255,7 +255,7 @@ def records(draw: st.DrawFn, label: str, easy: bool) -> Rec:
         dtypes=mostly(frozenset({"float32"}), frozenset({"bfloat16"})),
         sizes=draw(st.integers(0, len(SIZES) - 1)),
         layouts=draw(st.frozensets(often(["nhd", "hnd", "latent"]), min_size=1)),
-        kv_dtypes=mostly(frozenset({"same"}), frozenset({"same", "fp8"}), frozenset({"fp8"})),
+        kv_dtypes=mostly(frozenset({"same"}), frozenset({"same", "float8_e4m3fn"}), frozenset({"float8_e4m3fn"})),
         features=draw(st.frozensets(often(FEATURES))) | mostly({"sliding_window", "lse"}, set()),
         query_lens=mostly(frozenset({1, 4}), frozenset({1}), frozenset({1})),
         max_context=mostly(None, 8192, 1024),

@@ -59,3 +59,17 @@ def test_other_projects_do_not_import_torch(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_a_class_that_is_not_whole_is_told_what_it_needs(tmp_path):
+    (tmp_path / "test_mine.py").write_text(
+        "from headstock.testing import AttentionConformance\nclass TestMine(AttentionConformance):\n    pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "TestMine does not say what it tests" in done.stdout + done.stderr
+    with (tmp_path / "test_mine.py").open("a") as file:
+        file.write('    backend = "no-one"\n')
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "no such backend is installed" in done.stdout + done.stderr

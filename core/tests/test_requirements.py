@@ -55,6 +55,16 @@ def test_each_group_asks_for_extend_and_decode_with_its_own_features():
         assert need.query_lens == (frozenset({1}) if need.role == "decode" else None)
 
 
+@pytest.mark.parametrize(
+    ("mode", "wishes", "asked"), [("auto", ("cascade",), False), ("on", (), True), ("off", (), False)]
+)
+def test_decoding_without_a_window_is_what_cascade_is_for(mode, wishes, asked):
+    needs = requirements(MIXED, device="cpu", dtype="float32", cascade=mode)
+    for need in needs:
+        shares = (need.group, need.role) == ("full", "decode")
+        assert (need.wishes, need.cascade) == ((wishes, asked) if shares else ((), False))
+
+
 def test_the_cache_has_the_models_dtype_and_context_unless_told_otherwise():
     [need, _] = requirements(config(), device="cpu", dtype="float32")
     assert (need.kv_dtype, need.max_context) == ("float32", 96)

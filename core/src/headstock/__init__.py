@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from headstock.backend import AttentionBackend, BackendSpec, GraphFallback, Progress, Workspace, WorkspaceBytes
     from headstock.batch import ForwardBatch
     from headstock.capabilities import Capabilities
+    from headstock.engine.async_engine import AsyncEngine
+    from headstock.engine.engine import Engine
     from headstock.errors import HeadstockError
     from headstock.hookspecs import hookimpl
     from headstock.ints import ANY, MultipleOf
@@ -27,10 +29,12 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ANY": "ints",
+    "AsyncEngine": "engine.async_engine",
     "AttentionBackend": "backend",
     "AttentionLayer": "layer",
     "BackendSpec": "backend",
     "Capabilities": "capabilities",
+    "Engine": "engine.engine",
     "ForwardBatch": "batch",
     "GraphFallback": "backend",
     "HeadstockError": "errors",
@@ -49,9 +53,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "ANY", "AttentionBackend", "AttentionLayer", "BackendSpec", "Capabilities", "ForwardBatch", "GraphFallback",
-    "HeadstockError", "KVLayout", "KVView", "LatentView", "ModelRunner", "MultipleOf", "Offer", "PagedView", "Progress",
-    "Workspace", "WorkspaceBytes", "discover", "hookimpl", "negotiate",
+    "ANY", "AsyncEngine", "AttentionBackend", "AttentionLayer", "BackendSpec", "Capabilities", "Engine", "ForwardBatch",
+    "GraphFallback", "HeadstockError", "KVLayout", "KVView", "LatentView", "ModelRunner", "MultipleOf", "Offer",
+    "PagedView", "Progress", "Workspace", "WorkspaceBytes", "discover", "hookimpl", "negotiate",
 ]  # fmt: skip
 
 

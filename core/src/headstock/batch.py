@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headstock.backend import HostLengths, Phase
@@ -14,6 +16,8 @@ from headstock.errors import HeadstockError
 
 Part = Literal["all", "prefix", "own"]
 Lengths = Sequence[int] | Tensor
+Ints = NDArray[np.int64]
+"""What the host computes with: on arrays this small, a torch operation costs several times as much as numpy's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,15 @@ class SharedLevel:
     page_indices: Tensor
     row_indptr_cpu: Tensor
     page_indptr_cpu: Tensor
+
+    @classmethod
+    def of(cls, runs: Iterable[tuple[int, Sequence[int]]], device: torch.device | str | None = None) -> SharedLevel:
+        """The level of these runs, each so many rows and the pages that they share."""
+        rows, pages = zip(*runs, strict=True)
+        row_indptr, page_indptr = (_int32(_indptr(lens)) for lens in (rows, [len(each) for each in pages]))
+        indices = torch.tensor([page for each in pages for page in each], dtype=torch.int32)
+        on_device = [each.to(device, non_blocking=True) for each in (row_indptr, page_indptr, indices)]
+        return cls(on_device[0], on_device[1], on_device[2], row_indptr, page_indptr)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -108,38 +121,45 @@ class ForwardBatch:
 
         Raises HeadstockError when lengths, table and page size do not fit together.
         """
-        q_lens, kv_lens = _int_tensor(query_lens), _int_tensor(seq_lens)
-        uniform = len(q_lens) > 0 and bool((q_lens == q_lens[0]).all())
+        q_lens, kv_lens = _on_host(query_lens), _on_host(seq_lens)
+        _check_lengths(q_lens, kv_lens)
+        q_indptr, max_q, max_kv = _indptr(q_lens), int(q_lens.max()), int(kv_lens.max())
+        num_reqs, num_tokens = len(q_lens), int(q_indptr[-1])
         if phase is None:
-            phase = "decode" if uniform and int(q_lens[0]) == 1 else "extend"
-        _check(q_lens, kv_lens, page_table, page_size, phase, uniform, causal and write)
-        _check_extras(q_lens, kv_lens, positions, query_mask, max_seq_len, num_real_reqs)
+            phase = "decode" if max_q == 1 else "extend"
+        if phase == "decode" and num_tokens != num_reqs * max_q:
+            raise HeadstockError(
+                "a decode batch has one uniform query length", given=q_lens.tolist(), works='phase="extend"'
+            )
+        if page_table is not None:
+            if causal and write:
+                _check_aligned(q_lens, kv_lens)
+            _check_table(page_table, page_size, num_reqs, max_kv)
+        _check_extras(q_lens, max_kv, positions, query_mask, max_seq_len, num_real_reqs)
         if device is None:
             device = page_table.device if page_table is not None else torch.device("cpu")
 
-        q_indptr = _indptr(q_lens)
-        num_tokens, max_q = int(q_indptr[-1]), int(q_lens.max())
         # token → its row, and its key index in the row's table
-        rows = torch.repeat_interleave(torch.arange(len(q_lens)), q_lens)
-        slots = torch.arange(num_tokens) + (kv_lens - q_indptr[1:])[rows]
+        rows = np.repeat(np.arange(num_reqs), q_lens)
+        slots = np.arange(num_tokens) + (kv_lens - q_indptr[1:])[rows]
         if positions is None:
-            positions = slots.to(device, non_blocking=True)
+            positions = to_device(device, slots)
         loc = None
         if page_table is not None and write:
-            rows, slots = rows.to(device, non_blocking=True), slots.to(device, non_blocking=True)
-            loc = page_table[rows, slots // page_size].long() * page_size + slots % page_size
+            pages = page_table.take(to_device(device, rows * page_table.shape[1] + slots // page_size))
+            loc = torch.add(to_device(device, slots % page_size), pages, alpha=page_size)
         exact = host_lengths == "exact"
-        q_indptr_cpu, kv_lens_cpu = q_indptr.int(), kv_lens.int()
-        kv_indptr_cpu = _indptr(kv_lens).int() if page_table is None else None
+        q_indptr_cpu, kv_lens_cpu = _int32(q_indptr), _int32(kv_lens)
+        kv_indptr_cpu = _int32(_indptr(kv_lens)) if page_table is None else None
         return cls(
             phase=phase,
             causal=causal,
-            num_reqs=len(q_lens),
+            num_reqs=num_reqs,
             num_tokens=num_tokens,
-            num_real_reqs=len(q_lens) if num_real_reqs is None else num_real_reqs,
-            query_len=int(q_lens[0]) if phase == "decode" else 0,
+            num_real_reqs=num_reqs if num_real_reqs is None else num_real_reqs,
+            query_len=max_q if phase == "decode" else 0,
             max_query_len=max_q,
-            max_seq_len=int(kv_lens.max()) if max_seq_len is None else max_seq_len,
+            max_seq_len=max_kv if max_seq_len is None else max_seq_len,
             page_size=page_size if page_table is not None else 0,
             query_indptr=q_indptr_cpu.to(device, non_blocking=True),
             seq_lens=kv_lens_cpu.to(device, non_blocking=True),
@@ -152,7 +172,7 @@ class ForwardBatch:
             kv_indptr_cpu=kv_indptr_cpu if exact else None,
             shared_levels=shared_levels,
             query_mask=query_mask,
-            mask_indptr=None if query_mask is None else _indptr(q_lens * q_lens).to(device),
+            mask_indptr=None if query_mask is None else to_device(device, _indptr(q_lens * q_lens)),
         )
 
     @property
@@ -176,86 +196,91 @@ class ForwardBatch:
                 "a page table in compressed rows needs pages and exact host lengths",
                 works='capabilities with host_lengths="exact" and a paged or mla batch',
             )
-        lens, first = self.seq_lens_cpu.long(), torch.zeros(self.num_reqs, dtype=torch.long)
+        lens, first = _on_host(self.seq_lens_cpu), np.zeros(self.num_reqs, dtype=np.int64)
         if part == "prefix":
-            lens = (lens - self.query_indptr_cpu.diff()).clamp(min=0)
+            lens = np.maximum(lens - np.diff(_on_host(self.query_indptr_cpu)), 0)
         elif part == "own":
             for level in self.shared_levels:
-                pages, runs = level.page_indptr_cpu.diff().long(), level.row_indptr_cpu.diff()
-                first += torch.repeat_interleave(pages, runs)
+                pages, runs = np.diff(_on_host(level.page_indptr_cpu)), np.diff(_on_host(level.row_indptr_cpu))
+                first += np.repeat(pages, runs)
             lens = lens - first * self.page_size
-        pages = (lens + self.page_size - 1) // self.page_size
+        pages = -(-lens // self.page_size)
         indptr = _indptr(pages)
-        rows = torch.repeat_interleave(torch.arange(self.num_reqs), pages)
-        columns = torch.arange(int(indptr[-1])) + (first - indptr[:-1])[rows]
+        rows = np.repeat(np.arange(self.num_reqs), pages)
+        columns = np.arange(indptr[-1]) + (first - indptr[:-1])[rows]
         device = self.page_table.device
-        indices = self.page_table[rows.to(device, non_blocking=True), columns.to(device, non_blocking=True)]
-        last = torch.where(pages > 0, lens - (pages - 1) * self.page_size, 0).int()
-        indptr = indptr.int()
+        indptr_cpu = _int32(indptr)
+        last_cpu = _int32(np.where(pages > 0, lens - (pages - 1) * self.page_size, 0))
         return PagesCSR(
-            page_indptr=indptr.to(device, non_blocking=True),
-            page_indices=indices,
-            last_page_len=last.to(device, non_blocking=True),
-            page_indptr_cpu=indptr,
-            last_page_len_cpu=last,
+            page_indptr=indptr_cpu.to(device, non_blocking=True),
+            page_indices=self.page_table[to_device(device, rows), to_device(device, columns)],
+            last_page_len=last_cpu.to(device, non_blocking=True),
+            page_indptr_cpu=indptr_cpu,
+            last_page_len_cpu=last_cpu,
         )
 
 
-def _int_tensor(lengths: Lengths) -> Tensor:
-    return torch.as_tensor(lengths, dtype=torch.long, device="cpu")
+def _on_host(lengths: Lengths) -> Ints:
+    return np.asarray(lengths.cpu() if isinstance(lengths, Tensor) else lengths, dtype=np.int64)
 
 
-def _indptr(lengths: Tensor) -> Tensor:
+def to_device(device: torch.device | str, values: Ints) -> Tensor:
+    """A host array as a tensor on `device`, copied there without waiting; on a CPU the two share their memory."""
+    return torch.from_numpy(values).to(device, non_blocking=True)
+
+
+def _int32(values: Ints) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32))
+
+
+def _indptr(lengths: Ints | Sequence[int]) -> Ints:
     """Lengths [B] → offsets [B+1], starting at 0."""
-    offsets = torch.zeros(len(lengths) + 1, dtype=lengths.dtype)
-    torch.cumsum(lengths, 0, out=offsets[1:])
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.add.accumulate(lengths, out=offsets[1:])
     return offsets
 
 
-def _check(
-    q_lens: Tensor, kv_lens: Tensor, table: Tensor | None, page_size: int, phase: Phase, uniform: bool, aligned: bool
-) -> None:
-    if len(q_lens) == 0 or len(q_lens) != len(kv_lens) or int(q_lens.min()) < 1 or int(kv_lens.min()) < 0:
+def _check_lengths(q_lens: Ints, kv_lens: Ints) -> None:
+    if len(q_lens) == 0 or len(q_lens) != len(kv_lens) or q_lens.min() < 1 or kv_lens.min() < 0:
         raise HeadstockError(
             "a batch needs one query length ≥ 1 and one key length ≥ 0 per row",
             given=f"{q_lens.tolist()} queries, {kv_lens.tolist()} keys",
         )
-    if phase == "decode" and not uniform:
-        raise HeadstockError(
-            "a decode batch has one uniform query length", given=q_lens.tolist(), works='phase="extend"'
-        )
-    if table is None:
-        return
-    if aligned and bool((kv_lens < q_lens).any()):
+
+
+def _check_aligned(q_lens: Ints, kv_lens: Ints) -> None:
+    if (kv_lens < q_lens).any():
         raise HeadstockError(
             "new tokens are keys too: each row needs at least as many keys as queries",
             given=f"{q_lens.tolist()} queries, {kv_lens.tolist()} keys",
             works="write=False where nothing is cached",
         )
-    if page_size < 1 or table.dtype != torch.int32 or table.shape[0] != len(q_lens):
+
+
+def _check_table(table: Tensor, page_size: int, num_reqs: int, longest: int) -> None:
+    if page_size < 1 or table.dtype != torch.int32 or table.shape[0] != num_reqs:
         raise HeadstockError(
             "a page table is int32 [rows, pages] with a page size ≥ 1",
-            given=f"{table.dtype} {list(table.shape)}, page size {page_size}, {len(q_lens)} rows",
+            given=f"{table.dtype} {list(table.shape)}, page size {page_size}, {num_reqs} rows",
         )
-    if int(kv_lens.max()) > table.shape[1] * page_size:
+    if longest > table.shape[1] * page_size:
         raise HeadstockError(
             "the page table is too narrow",
-            given=f"{table.shape[1]} pages of {page_size} per row for {int(kv_lens.max())} keys",
+            given=f"{table.shape[1]} pages of {page_size} per row for {longest} keys",
         )
 
 
 def _check_extras(
-    q_lens: Tensor,
-    kv_lens: Tensor,
+    q_lens: Ints,
+    longest: int,
     positions: Tensor | None,
     query_mask: Tensor | None,
     max_seq_len: int | None,
     num_real_reqs: int | None,
 ) -> None:
-    tokens, pairs, longest = int(q_lens.sum()), int((q_lens * q_lens).sum()), int(kv_lens.max())
-    if positions is not None and positions.shape != (tokens,):
+    if positions is not None and positions.shape != (tokens := int(q_lens.sum()),):
         raise HeadstockError("positions are one per token", given=list(positions.shape), works=f"[{tokens}]")
-    if query_mask is not None and query_mask.shape != (pairs,):
+    if query_mask is not None and query_mask.shape != (pairs := int((q_lens * q_lens).sum()),):
         raise HeadstockError(
             "a query mask is flat, new × new tokens per row", given=list(query_mask.shape), works=f"[{pairs}]"
         )

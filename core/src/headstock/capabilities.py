@@ -24,6 +24,7 @@ MAX_PAGE_SIZE = 4096
 PHASES = ("extend", "decode")
 ATTENTION_KINDS = ("paged", "ragged", "mla")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+KV_DTYPES = ("same", *DTYPES, "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 HOST_LENGTHS = ("none", "bound", "exact")
 
 
@@ -80,7 +81,9 @@ class Coupled(Axis):
         same = bool(needed == getattr(requirement, self.same))
         if offered == "same":
             return same
-        return needed in offered or (same and isinstance(offered, frozenset) and "same" in offered)
+        if isinstance(offered, frozenset):  # in which "same" is no name of a dtype
+            return needed in offered - {"same"} or (same and "same" in offered)
+        return needed in offered
 
 
 class Feature(Axis):
@@ -144,13 +147,14 @@ class Capabilities(BaseModel):
     """One box of what an offer can do: it covers a requirement only if this one record covers every axis of it.
 
     An offer lists several records where it can do a *or* b but not both. `label` names the record in messages;
-    `preference` is the author's own cardinal score against other backends, used where nothing was measured.
+    `preference` is the author's own cardinal score against other backends, at most a million either way, used where
+    nothing was measured.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     label: str = ""
-    preference: float = Field(default=0.0, allow_inf_nan=False)
+    preference: float = Field(default=0.0, ge=-1e6, le=1e6, allow_inf_nan=False)
 
     devices: Annotated[Names, Domain(need="device", doc="torch device types the kernels run on", remedy="--device")]
     phases: Annotated[
@@ -172,7 +176,15 @@ class Capabilities(BaseModel):
     ] = frozenset()
 
     kv_dtypes: Annotated[
-        Names, Coupled(need="kv_dtype", same="dtype", doc="dtypes the cache may hold", remedy="--kv-dtype", joint=True)
+        Names,
+        Coupled(
+            need="kv_dtype",
+            same="dtype",
+            doc="dtypes the cache may hold",
+            remedy="--kv-dtype",
+            joint=True,
+            values=KV_DTYPES,
+        ),
     ] = frozenset({"same"})
     v_head_dims: Annotated[SameOrInts, Coupled(need="v_head_dim", same="head_dim", doc="sizes of a value head")] = (
         "same"

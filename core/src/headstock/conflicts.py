@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from headstock.decision import Refusal
+from headstock.decision import AGAIN, Refusal
 from headstock.offer import Candidate
 from headstock.policy import Policy, flag
 from headstock.refusals import sizes_in_words, words
@@ -41,7 +41,7 @@ def _unserved(alternatives: list[Role], field: list[Candidate], refused: Sequenc
         for each in _of(role, refused):
             if each.backend in named:
                 why = each.fault or each.closest
-                lines.append(f"{each.backend} ({flag(scope)}) cannot serve {role.requirement.where}: {why}")
+                lines.append(f"{each.backend} ({policy.origin(scope)}) cannot serve {role.requirement.where}: {why}")
     return "; ".join(lines) or f"no installed backend serves {needs}"
 
 
@@ -59,6 +59,8 @@ def _on(entry: Entry) -> str:
 
 def _choice_that_works(requirements: Sequence[Requirement], field: list[Candidate], ranking: Ranking) -> str:
     """The first of the user's choices that, changed alone, lets a solution exist: what to type instead."""
+    if ranking.policy.pinned:
+        return AGAIN
     for fixed, relaxed in _relaxations(ranking.policy):
         other = Ranking(relaxed, ranking.wishes)
         pick = solve(groups_of([cover(need, field, other) for need in requirements], relaxed), other)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from headstock.capabilities import AXES
 from headstock.errors import NegotiationError
 from headstock.offer import Candidate, Fault
-from headstock.policy import Policy
+from headstock.policy import PageSize, Policy
 from headstock.requirement import Requirement
 from headstock.solver import answering
 
@@ -88,6 +88,10 @@ class Winner(_Record):
     why: str
     granted: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        limit = "" if self.max_batch is None else f" for at most {self.max_batch} rows"
+        return f"{self.backend} of {self.source}, record {self.record}{limit}"
+
 
 class Choice(_Record):
     """What was settled for one role: the requirement, completed by the KV configuration, and who serves it.
@@ -106,23 +110,47 @@ class Choice(_Record):
     def role(self) -> str:
         return self.requirement.role
 
+    @property
+    def served(self) -> str:
+        """Who serves the role, to the letter."""
+        return "; ".join(map(str, self.winners)) or "nobody"
+
 
 class Decision(_Record):
     """The outcome of `negotiate`, as data: what runs, on which KV configuration, and why nothing else does.
 
-    Without a solution `choices` is empty and `conflict` says what no combination covers. `notices` tells of wishes that
-    the winners cannot grant, and of backends that serve one layer group and not another. JSON and back gives an equal
-    decision.
+    Without a solution `choices` is empty and `conflict` says what no combination covers. `notices` tells of backends
+    that serve one layer group and not another, `ungranted` of wishes that the winners cannot grant, which is no news to
+    who never asked. JSON and back gives an equal decision; one that was edited must still agree with itself.
     """
 
     version: Literal[1] = 1
-    page_size: int | None = None
+    page_size: PageSize | None = None
     choices: tuple[Choice, ...] = ()
     refused: tuple[Refusal, ...] = ()
     outranked: tuple[Outranked, ...] = ()
     notices: tuple[str, ...] = ()
+    ungranted: tuple[str, ...] = ()
     conflict: str = ""
     requirements: tuple[Requirement, ...] = ()
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Decision:
+        """There is one choice for each requirement, one page size, and one KV layout in each group."""
+        made_for = [(need.group, need.role) for need in self.requirements]
+        if self.choices and [(choice.group, choice.role) for choice in self.choices] != made_for:
+            raise ValueError("choices: not one for each of the requirements, in their order")
+        layouts: dict[str, str | None] = {}
+        for choice, need in zip(self.choices, self.requirements, strict=False):
+            settled = choice.requirement
+            layout = layouts.setdefault(need.group, settled.kv_layout) if need.cached else None
+            size = self.page_size if need.cached else None
+            if settled.model_copy(update={"page_size": need.page_size, "kv_layout": need.kv_layout}) != need:
+                raise ValueError(f"choices: that of {need.where} is for another requirement")
+            if (settled.page_size, settled.kv_layout) != (size, layout):
+                given = f"page size {settled.page_size} and KV layout {settled.kv_layout}"
+                raise ValueError(f"choices: {need.where} has {given}, others have {size} and {layout}")
+        return self
 
     @property
     def solved(self) -> bool:
@@ -157,6 +185,8 @@ class Decision(_Record):
         return policy.model_copy(
             update={
                 "backends": {f"{c.group}/{c.role}": c.winners[0].backend for c in served},
+                "origins": {f"{c.group}/{c.role}": "the pinned decision" for c in served},
+                "pinned": {f"{c.group}/{c.role}": c.served for c in self.choices},
                 "page_size": self.page_size,
                 "kv_layouts": {c.group: c.requirement.kv_layout for c in served if c.requirement.kv_layout},
                 "unserved": frozenset(f"{c.group}/{c.role}" for c in self.choices if not c.winners),
@@ -193,13 +223,26 @@ def check_pin(decision: Decision, requirements: Sequence[Requirement]) -> None:
     asked = {(need.group, need.role): need for need in requirements}
     if made_for.keys() != asked.keys():
         names = (", ".join(need.where for need in needs.values()) or "none" for needs in (made_for, asked))
-        raise NegotiationError("the pinned decision is for other roles: {}; needed: {}".format(*names), type=_AGAIN)
+        raise NegotiationError("the pinned decision is for other roles: {}; needed: {}".format(*names), type=AGAIN)
     for key, need in asked.items():
         old, new = (each.model_dump(exclude={"page_size", "kv_layout", "wishes"}) for each in (made_for[key], need))
         if differing := [f"{name} {old[name]}, needed: {new[name]}" for name in old if old[name] != new[name]]:
             raise NegotiationError(
-                f"the pinned decision was made for another {need.where}: {'; '.join(differing)}", type=_AGAIN
+                f"the pinned decision was made for another {need.where}: {'; '.join(differing)}", type=AGAIN
             )
 
 
-_AGAIN = "headstock explain --json, to decide again"
+def check_given_again(decision: Decision, policy: Policy) -> None:
+    """Refuses what is not, to the letter, the outcome that was pinned: another record or version, more winners."""
+    for choice in decision.choices:
+        pinned = policy.pinned.get(f"{choice.group}/{choice.role}", choice.served)
+        if choice.served != pinned:
+            raise NegotiationError(
+                f"what is installed cannot serve {choice.requirement.where} as the pinned decision has it",
+                given=pinned,
+                works=choice.served,
+                type=AGAIN,
+            )
+
+
+AGAIN = "headstock explain --json, to decide again"

@@ -28,12 +28,12 @@ def on_decision(decision: Decision) -> None:
 
 @hookspec
 def before_forward(batch: ForwardBatch) -> None:
-    """Called before each step's planning, once per layer group; never per layer, never inside a graph."""
+    """Called before each step's planning, once per layer group and segment; never per layer, never inside a graph."""
 
 
 @hookspec
 def after_forward(batch: ForwardBatch) -> None:
-    """Called after each step was issued, once per layer group; device work may still be running."""
+    """Called after each step was issued, once per layer group and segment; device work may still be running."""
 
 
 @hookspec

@@ -13,7 +13,17 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from headstock.conflicts import conflict
-from headstock.decision import Choice, Decision, Mismatch, NearMiss, Outranked, Refusal, Winner, check_pin
+from headstock.decision import (
+    Choice,
+    Decision,
+    Mismatch,
+    NearMiss,
+    Outranked,
+    Refusal,
+    Winner,
+    check_given_again,
+    check_pin,
+)
 from headstock.errors import NegotiationError
 from headstock.offer import Candidate, Fault, Offer
 from headstock.policy import Measurement, Policy, flag
@@ -35,7 +45,8 @@ def negotiate(
 
     Always returns a Decision; without a solution it has no choices and says what no combination covers. Raises
     NegotiationError where the question itself is wrong: a backend asked for that nobody offers, a choice for a role or
-    group that the model does not have, two backends of one name, requirements that contradict each other.
+    group that the model does not have, two backends of one name, requirements that contradict each other, a pinned
+    decision that cannot be given again.
     """
     policy = policy or Policy()
     field = _field(candidates)
@@ -59,15 +70,18 @@ def negotiate(
                 refused.append(why_not)
             else:
                 outranked.append(reasons.outranked(role, candidate))
-    return Decision(
+    decision = Decision(
         page_size=pick.page_size if pick else None,
         choices=tuple(reasons.choice(role) for role in roles) if pick else (),
         refused=tuple(refused),
         outranked=tuple(outranked),
         notices=tuple(notice for role in roles for notice in reasons.notices(role, refused)),
+        ungranted=tuple(wish for role in roles for wish in reasons.ungranted(role)),
         conflict="" if pick else conflict(requirements, field, groups, refused, ranking),
         requirements=tuple(requirements),
     )
+    check_given_again(decision, policy)
+    return decision
 
 
 def _field(candidates: Iterable[Candidate | Offer]) -> list[Candidate]:
@@ -125,7 +139,7 @@ def _check_choices(requirements: Sequence[Requirement], field: list[Candidate], 
         if not meant:
             near = difflib.get_close_matches(name, names, 1)
             raise NegotiationError(
-                f"there is no backend called {name!r} ({flag(scope)})",
+                f"there is no backend called {name!r} ({policy.origin(scope)})",
                 works=f"{near[0]!r}, perhaps" if near else ", ".join(names) or "nothing: no backend is installed",
                 type="headstock plugins",
             )

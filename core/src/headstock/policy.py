@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -11,6 +11,8 @@ from headstock.capabilities import MAX_PAGE_SIZE
 from headstock.offer import canonical
 from headstock.requirement import Requirement
 
+Mode = Literal["auto", "on", "off"]
+"""Of a feature that is worth having but not needed: where it serves and pays, always, or never."""
 PageSize = Annotated[int, Field(ge=1, le=MAX_PAGE_SIZE)]
 
 FLAGS = {
@@ -42,15 +44,20 @@ class Policy(BaseModel):
 
     `backends` holds explicit choices by scope: "group/role", a role, a phase, or "all", the narrowest first.
     `page_size` (in tokens) and `kv_layouts` (by group, or "all") are explicit too: such choices work or are refused,
-    and are never replaced. Roles in `unserved`, as "group/role", are left to their alternatives. `page_sizes` and
+    and are never replaced. `origins` tells by scope where a choice of backend was made, `pinned` by "group/role" who
+    must serve, to the letter. `cascade` says whether decoding reads shared prefixes once: where a backend can and it
+    pays, always, or never. Roles in `unserved`, as "group/role", are left to their alternatives. `page_sizes` and
     `layouts` only order what else is equal. `profile` holds what was measured on this machine.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     backends: Mapping[str, str] = Field(default_factory=dict)
+    origins: Mapping[str, str] = Field(default_factory=dict)
+    pinned: Mapping[str, str] = Field(default_factory=dict)
     page_size: PageSize | None = None
     kv_layouts: Mapping[str, str] = Field(default_factory=dict)
+    cascade: Mode = "auto"
     unserved: frozenset[str] = frozenset()
     page_sizes: tuple[PageSize, ...] = (16, 32, 64, 128, 8, 4, 2, 1)
     layouts: tuple[str, ...] = ("nhd", "hnd", "latent")
@@ -68,6 +75,10 @@ class Policy(BaseModel):
             if scope in self.backends:
                 return scope, self.backends[scope]
         return None
+
+    def origin(self, scope: str) -> str:
+        """Where the choice of backend for `scope` was made: a flag, a key of a file, a pinned decision."""
+        return self.origins.get(scope) or flag(scope)
 
     def layout(self, group: str) -> str | None:
         """The KV layout fixed for a group, or None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatch
 
 import pytest
@@ -28,10 +29,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     if not issubclass(metafunc.cls, AttentionConformance):
         return
+    from headstock.errors import HeadstockError
     from headstock.testing.suite import Suite
 
     kind = metafunc.cls
-    suite = Suite(kind.backend, device=kind.device, level=metafunc.config.getoption("--conformance"))
+    _check_class(kind)
+    try:
+        suite = Suite(
+            kind.backend, device=kind.device, level=metafunc.config.getoption("--conformance"), pairs=kind.pairs
+        )
+    except HeadstockError as error:
+        raise pytest.UsageError(f"{kind.__name__}: {error}") from None
     used: set[str] = set()
     parameters = []
     for each in suite.everything():
@@ -44,6 +52,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if unused := kind.xfail.keys() - used:
         raise pytest.UsageError(f"{kind.__name__}.xfail names no case: {', '.join(sorted(unused))}")
     metafunc.parametrize("conformance", parameters)
+
+
+def _check_class(kind: type) -> None:
+    if not hasattr(kind, "backend"):
+        raise pytest.UsageError(f'{kind.__name__} does not say what it tests; it needs: backend = "NAME", or an Offer')
+    if not isinstance(kind.xfail, Mapping):  # type: ignore[attr-defined]
+        raise pytest.UsageError(f'{kind.__name__}.xfail maps names of cases to reasons: xfail = {{"NAME": "REASON"}}')
 
 
 class _Check:

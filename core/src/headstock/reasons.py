@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from headstock.decision import Choice, Outranked, Refusal, Winner
 from headstock.offer import Candidate
-from headstock.policy import flag
 from headstock.refusals import Agreement, sizes_in_words, words
 from headstock.requirement import Requirement
 from headstock.solver import Entry, Group, Pick, Ranking, Role
@@ -44,7 +43,7 @@ class Reasons:
     def why_won(self, role: Role, winner: Entry) -> str:
         """What sets a winner apart from the runner-up on the same page size and layout."""
         if chosen := self.policy.chosen(role.requirement):
-            return f"asked for ({flag(chosen[0])})"
+            return f"asked for ({self.policy.origin(chosen[0])})"
         at = self.settled(role.requirement)
         others = [entry for entry in role.covering if entry.candidate is not winner.candidate]
         fitting = [entry for entry in others if entry.fits(*at)]
@@ -67,7 +66,7 @@ class Reasons:
     def why_lost(self, role: Role, entry: Entry, fits: bool) -> str:
         need, winner = role.requirement, self.winner(role)
         if chosen := self.policy.chosen(need):
-            return f"{chosen[1]} was asked for ({flag(chosen[0])})"
+            return f"{chosen[1]} was asked for ({self.policy.origin(chosen[0])})"
         if f"{need.group}/{need.role}" in self.policy.unserved:
             return "the role is left to its alternatives, as asked for"
         if self.pick is None:
@@ -103,17 +102,22 @@ class Reasons:
             return f"preference {better.record.preference:g} against {other.record.preference:g} of {name}"
         return f"level with {name}, first by name"
 
-    def notices(self, role: Role, refused: list[Refusal]) -> list[str]:
-        """Wishes that the winner cannot grant, and winners of another group that cannot serve this one."""
+    def ungranted(self, role: Role) -> list[str]:
+        """Wishes that the winner cannot grant."""
         need, winner = role.requirement, self.winner(role)
         if winner is None:
             return []
         name = winner.candidate.name
-        notices = [
-            f"{wish} is off for {need.where}: {name} does not declare it"
-            for wish in need.wishes
-            if wish not in winner.granted
-        ]
+        off = (wish for wish in need.wishes if wish not in winner.granted)
+        return [f"{wish} is off for {need.where}: {name} does not declare it" for wish in off]
+
+    def notices(self, role: Role, refused: list[Refusal]) -> list[str]:
+        """Winners of another group that cannot serve this one."""
+        need, winner = role.requirement, self.winner(role)
+        if winner is None:
+            return []
+        name = winner.candidate.name
+        notices = []
         elsewhere = {
             served.candidate.name: other.requirement.where
             for group in self.groups

@@ -27,7 +27,7 @@ def explain(decision: Decision, all: bool = False) -> list[str]:
     if decision.solved:
         lines += ["Chosen", *(f"  {line}" for choice in decision.choices for line in _chosen(choice))]
         lines += ["KV cache", *(f"  {line}" for line in _kv_cache(decision.choices))]
-    lines += _section("Notices", decision.notices)
+    lines += _section("Notices", (*decision.ungranted, *decision.notices))
 
     refused = _nearest_first(decision)
     shown = refused if all else refused[:NEAREST]

@@ -132,7 +132,7 @@ def open_to(need: Requirement, record: Capabilities) -> tuple[int, frozenset[str
     """The page sizes (a mask) and layouts that a record leaves to the other roles, given what the user fixed."""
     if not need.cached:
         return ALL_SIZES, frozenset()
-    sizes, layouts = record.page_mask, record.kv_layouts
+    sizes, layouts = record.page_mask, frozenset(record.kv_layouts)
     if need.page_size is not None:
         sizes &= 1 << need.page_size
     if need.kv_layout is not None:

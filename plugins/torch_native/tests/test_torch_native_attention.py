@@ -87,6 +87,43 @@ def given_or_cross(draw: st.DrawFn) -> dict[str, Any]:
     )
 
 
+@st.composite
+def shared(draw: st.DrawFn) -> dict[str, Any]:
+    """Rows that share prefixes at one to three levels, some with no run of their own."""
+    rows, page = draw(st.integers(1, 5)), draw(st.sampled_from([1, 4, 16]))
+    levels, begins = [], [0] * rows
+    for _ in range(draw(st.integers(1, 3))):
+        level, first = [], 0
+        while first < rows:
+            count = draw(st.integers(1, rows - first))
+            same = len(set(begins[first : first + count])) == 1
+            pages = draw(st.integers(0, 2)) if same else 0
+            begins[first : first + count] = [begin + pages * page for begin in begins[first : first + count]]
+            level.append((count, pages))
+            first += count
+        levels.append(tuple(level))
+    decode = draw(st.booleans())
+    uniform = draw(st.integers(1, 3))
+    new = [uniform if decode else draw(st.integers(1, 5)) for _ in range(rows)]
+    lens = [begin + n + draw(st.integers(0, 2 * page)) for begin, n in zip(begins, new, strict=True)]
+    return features(draw, max(lens)) | {
+        "query_lens": new,
+        "seq_lens": lens,
+        "phase": "decode" if decode else "extend",
+        "page_size": page,
+        "shared": tuple(levels),
+        "query_mask": draw(st.sampled_from([False, False, True])),
+        "padded_rows": 0,
+        "host_lengths": draw(st.sampled_from(["exact", "bound"])) if decode else "exact",
+    }
+
+
+@given(fields=shared())
+@settings(max_examples=120, deadline=None)
+def test_prefixes_read_once_for_all_of_their_rows_match_the_reference(fields):
+    make_problem(**fields).check(TorchNative)
+
+
 @given(fields=paged())
 @settings(max_examples=150, deadline=None)
 def test_paged_attention_matches_the_reference(fields):

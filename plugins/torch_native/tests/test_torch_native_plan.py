@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -76,6 +77,36 @@ def test_a_plan_is_kept_by_its_batch_so_several_live_at_once():
         torch.testing.assert_close(out.double(), want, rtol=0, atol=problem.tolerance()[0])
 
 
+@pytest.mark.parametrize("host_lengths", ["exact", "bound"])
+def test_the_keys_of_a_shared_prefix_are_gathered_once_for_all_of_its_rows(host_lengths):
+    shared = (((5, 6), (1, 0)), ((2, 2), (3, 1), (1, 0)))
+    lens = [33, 35, 31, 29, 30, 4]
+    problem = make_problem([1] * 6, lens, shared=shared, host_lengths=host_lengths)
+    backend, view = TorchNative(problem.spec, NONE), problem.layer(problem.storage).kv
+    read: list[int] = []
+
+    class Counting:
+        """The cache, which notes which slots are read."""
+
+        def write(self, *tokens: torch.Tensor) -> None:
+            view.write(*tokens)
+
+        def gather(self, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            read.extend(loc.tolist())
+            return view.gather(loc)
+
+    batch = replace(problem.batch)
+    backend.init_forward_metadata(batch)
+    out = torch.empty(6, problem.spec.num_heads, problem.spec.v_head_dim)
+    backend.forward(problem.q, problem.k, problem.v, replace(problem.layer(None), kv=Counting()), batch, out=out)
+    assert batch.page_table is not None
+    reads = Counter(slot // 4 for slot in read)
+    for level in batch.shared_levels:
+        assert {reads[page] for page in level.page_indices.tolist()} == {4}, "each of its 4 slots, once"
+    own = 4 if host_lengths == "exact" else max(lens)  # all that the host knows of the row that shares nothing
+    assert len(read) == (6 + 2 + 1) * 4 + 6 * own
+
+
 def test_masks_of_a_long_prompt_share_bounded_memory():
     table = torch.arange(1, 1 + 3 * 2048, dtype=torch.int32).view(3, 2048)
     batch = ForwardBatch.from_lengths([4000, 2000, 1000], [20_000, 30_000, 1000], table, 16)
@@ -91,7 +122,6 @@ def test_masks_of_a_long_prompt_share_bounded_memory():
     [
         ({"attention": "mla"}, "mla"),
         ({"graph_buckets": ((4, 1, 0),)}, "graph"),
-        ({"max_levels": 1}, "cascade"),
         ({"batch_invariant": True}, "batch_invariant"),
         ({"kv_dtype": "bfloat16"}, "kv_dtypes bfloat16"),
         ({"num_kv_heads": 3}, "4 query heads do not share 3"),

@@ -1,88 +1,119 @@
-"""The answers of a run on their way out: streamed as text, or a JSON line each."""
+"""The answers of a run on their way out: streamed as text, or a JSON line each that says what it was made with."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
+from headstock.cli.output import Lines, Place
 from headstock.cli.prompts import Prompt
+from headstock.cli.settings import Settings
 from headstock.cli.tables import DOCUMENT_VERSION
 from headstock.errors import HeadstockError
 
 if TYPE_CHECKING:
+    from headstock.engine.engine import Output
     from headstock.engine.request import Completion
+
+TELLING = ("dtype", "kv_dtype", "max_context")  # the choices that change a text; others change speed and rounding alone
 
 
 class Answers:
-    """Where answers go: streamed as text, or a JSON line each, in the order of the prompts.
+    """Where answers go: a JSON line each to `lines`, or streamed as text where there are none.
 
-    `before` runs once, ahead of the first answer: what is refused until then is refused without another word.
+    `made_with` are the options of the run. `before` is called once, ahead of the first answer: what is refused until
+    then is refused without another word.
     """
 
-    def __init__(self, out: TextIO, prompts: Sequence[Prompt], as_json: bool, before: Callable[[], None]):
-        self.out, self.prompts, self.as_json, self.before = out, prompts, as_json, before
-        self.waiting: dict[int, Completion] = {}
-        self.begun, self.written, self.done = False, 0, 0
+    def __init__(self, lines: Lines | None, made_with: Mapping[str, Any], before: Callable[[], None]):
+        self.lines, self.made_with, self.before = lines, made_with, before
+        self.begun, self.done = False, 0
+        self.failed: list[tuple[str, str]] = []
 
-    def on_text(self, index: int, text: str) -> None:
-        self._begin()
-        if not self.as_json:
-            print(text, end="", flush=True, file=self.out)
-
-    def on_done(self, index: int, completion: Completion) -> None:
-        self._begin()
-        self.done += 1
-        if not self.as_json:
-            print(file=self.out, flush=True)
-            return
-        self.waiting[index] = completion
-        while (ready := self.waiting.pop(self.written, None)) is not None:
-            print(json.dumps(self._line(ready), ensure_ascii=False), file=self.out, flush=True)
-            self.written += 1
-
-    def _begin(self) -> None:
+    def take(self, prompt: Prompt, output: Output) -> None:
+        """Passes on what a step brought a prompt."""
         if not self.begun:
             self.begun = True
             self.before()
+        if self.lines is None:
+            print(output.text, end="", flush=True)
+        if output.completion is not None:
+            self._end(prompt, output.completion)
 
-    def _line(self, completion: Completion) -> dict[str, Any]:
-        content = self.prompts[self.written].content
-        return {
-            "version": DOCUMENT_VERSION,
-            "index": self.written,
-            "messages" if isinstance(content, list) else "prompt": content,
-            "text": completion.text,
-            "finish_reason": completion.finish_reason,
-            "error": completion.error or None,
-            "prompt_tokens": completion.prompt_tokens,
-            "tokens": len(completion.tokens),
-        }
-
-
-def check_output(output: Path | None) -> None:
-    """Raises HeadstockError where `opened` would, and leaves an earlier file as it is."""
-    if output is None:
-        return
-    target = output if output.exists() else output.parent
-    if output.is_dir() or not os.access(target, os.W_OK):
-        reason = "it is a folder" if output.is_dir() else "it is not writable" if target.exists() else "no such folder"
-        raise HeadstockError(f"cannot write {output}: {reason}", works="--output with another file")
+    def _end(self, prompt: Prompt, completion: Completion) -> None:
+        self.done += 1
+        if completion.error:
+            self.failed.append((prompt.where, completion.error))
+        if self.lines is None:
+            print(flush=True)
+        else:
+            document = answer(prompt, completion, self.made_with)
+            self.lines.write(prompt.number, json.dumps(document, ensure_ascii=False))
 
 
-@contextmanager
-def opened(output: Path | None) -> Iterator[TextIO]:
-    """The file to write answers to, by default standard output; raises HeadstockError where it cannot be opened."""
-    if output is None:
-        yield sys.stdout
-        return
+def made_with(settings: Settings, raw: bool) -> dict[str, Any]:
+    """What the answers of a run depend on besides each prompt's own sampling; defaults are left out."""
+    choices = settings.choices.model_dump(mode="json", exclude_defaults=True, include=set(TELLING))
+    model = settings.choices.model
+    return {"model": "embedded" if model is None else str(model.resolve()), **({"raw": True} if raw else {}), **choices}
+
+
+def answer(prompt: Prompt, completion: Completion, made_with: Mapping[str, Any]) -> dict[str, Any]:
+    """The document of one answer."""
+    return {
+        "version": DOCUMENT_VERSION,
+        "index": prompt.number,
+        prompt.kind: prompt.content,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "error": completion.error or None,
+        "prompt_tokens": completion.prompt_tokens,
+        "tokens": len(completion.tokens),
+        "options": _options(prompt, made_with),
+    }
+
+
+def answered(output: Path, prompts: Sequence[Prompt], made_with: Mapping[str, Any]) -> dict[int, Place]:
+    """Where the answers of an earlier run lie in its output, by prompt; a torn last line is none.
+
+    Raises HeadstockError, naming the line, for anything else that is not an answer to these prompts with these options.
+    """
+    if not output.is_file():
+        return {}
+    places, start = {}, 0
+    *whole, last = output.read_bytes().split(b"\n")
+    for number, line in enumerate([*whole, last], start=1):
+        document = _document(line)
+        if document is not None:
+            _check(document, f"{output}:{number}", prompts, made_with)
+            places[document["index"]] = Place(start, len(line))
+        elif line.strip() and number <= len(whole):
+            works = "--output with another file, or no --resume"
+            raise HeadstockError(f"{output}:{number} is no answer of this program", works=works)
+        start += len(line) + 1
+    return places
+
+
+def _document(line: bytes) -> dict[str, Any] | None:
     try:
-        file = output.open("w", encoding="utf-8")
-    except OSError as error:
-        raise HeadstockError(f"cannot write {output}: {error.strerror}", works="--output with another file") from None
-    with file:
-        yield file
+        document = json.loads(line)
+    except (ValueError, RecursionError):  # of the encoding, the syntax, or what nobody writes
+        return None
+    return document if isinstance(document, dict) and type(document.get("index")) is int else None
+
+
+def _check(document: dict[str, Any], where: str, prompts: Sequence[Prompt], made_with: Mapping[str, Any]) -> None:
+    index, works = document["index"], "--output with another file, or no --resume"
+    if not (0 <= index < len(prompts) and document.get(prompts[index].kind) == prompts[index].content):
+        raise HeadstockError(f"{where} answers another prompt than is given now", works=works)
+    was, now = document.get("options") or {}, _options(prompts[index], made_with)
+    for key in sorted(was.keys() | now.keys()):
+        if was.get(key) != now.get(key):
+            given = f"{key} {now.get(key, 'by default')}, there {was.get(key, 'by default')}"
+            raise HeadstockError(f"{where} was made with other options", given=given, works=works)
+
+
+def _options(prompt: Prompt, made_with: Mapping[str, Any]) -> dict[str, Any]:
+    return {**made_with, **prompt.params.model_dump(mode="json", exclude_defaults=True)}

@@ -32,7 +32,10 @@ Only = Annotated[str | None, typer.Option("--case", metavar="GLOB", help="only c
 Where = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:1")]
 Stop = Annotated[bool, typer.Option("--exitfirst", "-x", help="stop at the first failure, which is the smallest")]
 Report = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="write the report as an HTML page too")]
-Timeout = Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="seconds that one case may take")]
+Timeout = Annotated[float, typer.Option(min=0.1, max=86400.0, metavar="SECONDS", help="seconds that one case may take")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="an option of the backend's own; repeatable")
+]
 Jobs = Annotated[
     int, typer.Option("--jobs", "-j", min=1, metavar="N", help="processes at a time; kernels that compile")
 ]
@@ -48,6 +51,7 @@ def check(
     exitfirst: Stop = False,
     timeout: Timeout = 120.0,
     jobs: Jobs = 1,
+    option: Settings = None,
     report: Report = None,
     json: JSON = False,
 ) -> None:
@@ -59,10 +63,18 @@ def check(
     from headstock.testing.report import as_dict, as_html
     from headstock.testing.suite import Suite
 
-    if report is not None and not report.parent.is_dir():
-        raise HeadstockError(f"cannot write {report}: no such folder", given=str(report.parent), works="--report FILE")
+    if report is not None and (report.is_dir() or not report.parent.is_dir()):
+        why = "it is a folder" if report.is_dir() else "no such folder"
+        raise HeadstockError(f"cannot write {report}: {why}", works="--report with a file in a folder that is there")
     level = "full" if full else "quick"
-    options: dict[str, Any] = {"device": device, "level": level, "phase": phase and phase.value, "only": case}
+    own = {key: value for key, _, value in (each.partition("=") for each in option or ())}
+    options: dict[str, Any] = {
+        "options": own,
+        "device": device,
+        "level": level,
+        "phase": phase and phase.value,
+        "only": case,
+    }
     suite = Suite(name, **options)
     outcomes = _run(name, options, suite, exitfirst, timeout, jobs)
     if report is not None:

@@ -19,9 +19,10 @@ import typer
 
 import headstock
 from headstock.cli.options import JSON, Config
-from headstock.cli.settings import Settings
+from headstock.cli.settings import Settings, working_folder
 from headstock.cli.tables import document, faults, table
 from headstock.errors import HeadstockError
+from headstock.models.cache import default_cache_dir, size_of
 from headstock.offer import Fault, canonical
 from headstock.plugins import ALLOW_LIST, entry_points, installed
 from headstock.requires import missing_packages
@@ -34,6 +35,7 @@ def doctor(timeout: Timeout = 60.0, config: Config = None, json: JSON = False) -
 
     Every plugin is imported with its backend classes, each in a process of its own. Exits with 1 if there is a fault.
     """
+    working_folder()
     environment, wrong = _environment(config, timeout)
     plugins = _plugins(timeout)
     faulty = bool(wrong) or any(plugin["faults"] for plugin in plugins)
@@ -71,6 +73,8 @@ def _environment(config: Path | None, timeout: float) -> tuple[dict[str, str], l
         found["configuration"] = str(Settings.load(config, {}).file or "none")
     except HeadstockError as error:
         wrong.append(("configuration", Fault(what=str(error), cure="mend the file, or name another with --config")))
+    models, size = size_of(default_cache_dir())
+    found["cache"] = f"{default_cache_dir()}, {models} converted models, {size / 2**30:.2f} GiB; may be removed"
     if ALLOW_LIST in os.environ:
         found[ALLOW_LIST] = os.environ[ALLOW_LIST]
     try:

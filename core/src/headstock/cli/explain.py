@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headstock.cli.hardware import Hardware
+from headstock.cli.hardware import Hardware, parse_device
 from headstock.cli.options import Choices, takes
 from headstock.cli.question import question
 from headstock.cli.settings import Settings
@@ -29,7 +29,7 @@ def explain(settings: Settings, assume_gpu: AssumeGPU = None, all: All = False, 
 
     Only the model's config is read. Exits with 2 where no combination of backends can serve it.
     """
-    needs, policy = question(settings.choices, _hardware(settings, assume_gpu))
+    needs, policy = question(settings, _hardware(settings, assume_gpu))
     decision = negotiate(needs, discover(), policy)
     if json:
         print(decision.model_dump_json(indent=2))
@@ -43,7 +43,7 @@ def explain(settings: Settings, assume_gpu: AssumeGPU = None, all: All = False, 
 def _hardware(settings: Settings, assume_gpu: str | None) -> Hardware:
     if assume_gpu is None:
         return Hardware.here(settings.choices.device)
-    if not settings.choices.device.startswith(("auto", "cuda")):
+    if parse_device(settings.choices.device)[0] not in ("auto", "cuda"):
         given = f"{assume_gpu} and {settings.origins['device']} {settings.choices.device}"
         raise HeadstockError("--assume-gpu contradicts the device", given=given, works="one of them")
     return Hardware.assumed(assume_gpu)

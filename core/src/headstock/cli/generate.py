@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstock.cli.answers import Answers, check_output, opened
+from headstock.cli.answers import Answers, answered, made_with
 from headstock.cli.hardware import Hardware
 from headstock.cli.options import Choices, Limits, takes
+from headstock.cli.output import Lines, OrderedStream, Place, check_output, opened
 from headstock.cli.prompts import Prompt, encode, read_prompts
 from headstock.cli.question import model_config, question
 from headstock.cli.settings import Settings
-from headstock.cli.summary import tell_choice, tell_notices, tell_speed
+from headstock.cli.summary import describe, tell_choice, tell_notices, tell_speed
 from headstock.cli.tables import note, progress
 from headstock.engine.sampling import SamplingParams
 from headstock.errors import HeadstockError, PluginError
@@ -26,8 +30,7 @@ from headstock.plugins import describe_fault, installed
 from headstock.render import raise_unsolved
 
 if TYPE_CHECKING:
-    from headstock.engine.generate import Timing
-    from headstock.engine.request import Completion
+    from headstock.engine.stats import EngineStats
     from headstock.engine.tokenizer import Tokenizer
     from headstock.runner.runner import ModelRunner
 
@@ -39,6 +42,9 @@ Output = Annotated[
     Path | None, typer.Option(metavar="PATH", help="write a JSON line per prompt to this file, not to standard output")
 ]
 AsJSON = Annotated[bool, typer.Option("--json", help="write a JSON line per prompt; --prompt-file does so anyway")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="go on where a run with this --output was interrupted, if there was one")
+]
 Raw = Annotated[bool, typer.Option("--raw", help="continue the text; by default the model answers it, if it can chat")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="nothing but the text")]
 
@@ -50,6 +56,7 @@ def generate(
     prompt_file: File = None,
     raw: Raw = False,
     output: Output = None,
+    resume: Resume = False,
     json: AsJSON = False,
     quiet: Quiet = False,
 ) -> None:
@@ -59,8 +66,17 @@ def generate(
     """
     prompts = read_prompts(prompt, prompt_file, settings.sampling)
     check_output(output)
+    options = made_with(settings, raw)
+    places = _places(output, prompts, options) if resume else {}
+    prompts = [each for each in prompts if each.number not in places]
+    if places and not quiet:
+        note(f"{output} has {len(places)} answers already, {len(prompts)} are to come")
+    if output is not None and not prompts:
+        with opened(output, places):
+            return  # all of it whole lines, and in order
     as_json = json or output is not None or prompt_file is not None
-    runner, tokenizer, ids = _load(settings, prompts, raw, shown=not quiet and sys.stderr.isatty())
+    shown = not quiet and sys.stderr.isatty()
+    runner, tokenizer, ids = _load(settings, prompts, raw, shown)
     told = len(runner.notices)
 
     def before() -> None:
@@ -68,17 +84,34 @@ def generate(
             tell_choice(settings, runner)
             tell_notices(runner.notices[:told])
 
-    with opened(output) as out:
-        answers = Answers(out, prompts, as_json, before)
-        completions, timing = _run(runner, tokenizer, ids, answers, bar=as_json and not quiet and sys.stderr.isatty())
+    with _lines(output, places, as_json) as lines:
+        answers = Answers(lines, options, before)
+        stats = _run(runner, tokenizer, list(zip(prompts, ids, strict=True)), answers, bar=as_json and shown)
     if not quiet:
-        tell_speed(timing)
+        tell_speed(stats)
         tell_notices(runner.notices[told:])
-    failed = [(each.where, done.error) for each, done in zip(prompts, completions, strict=True) if done.error]
-    for where, error in failed:
+    for where, error in answers.failed:
         note(f"headstock: {where}: {error}")
-    if failed:
+    if answers.done < len(prompts):
+        if not as_json:
+            print()
+        more = "; to go on, give the same command --resume" if output is not None else ""
+        note(f"headstock: interrupted, {answers.done} of {len(prompts)} prompts answered{more}")
+        raise typer.Exit(130)
+    if answers.failed:
         raise typer.Exit(1)
+
+
+def _places(output: Path | None, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> dict[int, Place]:
+    if output is None:
+        raise HeadstockError("--resume goes on with a file", works="--output FILE")
+    return answered(output, prompts, options)
+
+
+def _lines(output: Path | None, places: Mapping[int, Place], as_json: bool) -> AbstractContextManager[Lines | None]:
+    if output is not None:
+        return opened(output, places)
+    return OrderedStream(sys.stdout) if as_json else nullcontext()
 
 
 def _load(
@@ -89,7 +122,7 @@ def _load(
     What can be refused without torch is refused before torch is imported, and a prompt before weights are read.
     """
     choices, limits = settings.choices, settings.limits
-    needs, policy = question(choices, Hardware.here(choices.device))
+    needs, policy = question(settings, Hardware.here(choices.device))
     plugins = installed()
     candidates = [candidate for plugin in plugins for candidate in plugin.candidates()]
     decision = negotiate(needs, candidates, policy)
@@ -133,23 +166,41 @@ def _check_options(given: Iterable[str], candidates: Sequence[Candidate]) -> Non
 
 
 def _run(
-    runner: ModelRunner, tokenizer: Tokenizer, ids: list[list[int]], answers: Answers, bar: bool
-) -> tuple[list[Completion], Timing]:
-    from headstock.engine.generate import Generator
+    runner: ModelRunner, tokenizer: Tokenizer, prompts: Sequence[tuple[Prompt, list[int]]], answers: Answers, bar: bool
+) -> EngineStats:
+    """Serves all prompts together, until each is answered or the user asks for an end."""
+    from headstock.engine.engine import Engine
 
-    generator = Generator(runner, tokenizer)
-    params = [prompt.params for prompt in answers.prompts]
-    with progress(bar) as report:
-
-        def on_done(index: int, completion: Completion) -> None:
-            answers.on_done(index, completion)
-            if report:
-                report("generating", answers.done, len(ids))
-
+    started = time.perf_counter()
+    with Engine(runner, tokenizer) as engine, progress(bar) as report, _interruptible() as interrupted:
+        asked = {engine.add_request(ids, prompt.params, called=prompt.where): prompt for prompt, ids in prompts}
         try:
-            return generator.generate(ids, params, answers.on_text, on_done), generator.timing
+            while engine.busy and not interrupted():
+                for output in engine.step():
+                    answers.take(asked[output.request], output)
+                if report:
+                    said = describe(engine.stats, time.perf_counter() - started)
+                    report("generating", answers.done, len(prompts), said)
+            return engine.stats
         except (Exception, SystemExit) as error:
             if isinstance(error, HeadstockError) or not hasattr(error, "__notes__"):
                 raise
             what = f"{error.__notes__[-1]}: {describe_fault(error).what}"  # the runner notes whose it is
             raise PluginError(what, works="another backend", type="headstock doctor") from error
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C was pressed, so that a step comes to its end; pressed again, it interrupts at once."""
+    pressed = False
+
+    def press(*_: object) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

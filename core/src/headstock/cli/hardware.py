@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,21 +35,30 @@ class Hardware:
         Raises HeadstockError for a GPU that is not here. The driver is asked instead of torch, whose import takes
         longer than everything else that an explanation does.
         """
-        kind, _, index = device.partition(":")
+        kind, index = parse_device(device)
         if kind not in ("auto", "cuda"):
             return cls(kind, name=kind)
-        capability = _driver_capability(int(index) if index.isdecimal() else 0)
+        capability = _driver_capability(index)
         if capability is not None:
             return cls("cuda", capability, device if kind == "cuda" else "cuda")
         if kind == "auto":
             return cls("cpu", name="cpu")
-        raise HeadstockError("no such GPU here", given=device, works="cpu", type="--assume-gpu h200, or --device cpu")
+        cure = "--device cpu, or headstock explain --assume-gpu h200"
+        raise HeadstockError("no such GPU here", given=device, works="cpu", type=cure)
 
     def dtype(self, preferred: str) -> str:
         """What "auto" means on this device for a model in `preferred`: a CPU without bfloat16 units takes float32."""
         if self.device != "cpu" or preferred == "float32":
             return preferred
         return "bfloat16" if _cpu_flags() & {"avx512_bf16", "amx_bf16"} else "float32"
+
+
+def parse_device(device: str) -> tuple[str, int]:
+    """The type and index of a device as torch spells it, or "auto"; HeadstockError for another spelling."""
+    match = re.fullmatch(r"auto|(?!auto:)([a-z]+)(?::(\d{1,3}))?", device, re.ASCII)
+    if match is None:
+        raise HeadstockError("--device cannot be read", given=device, works="auto, cpu, cuda, cuda:1")
+    return match[1] or "auto", int(match[2] or 0)
 
 
 def _driver_capability(index: int) -> int | None:

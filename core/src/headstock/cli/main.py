@@ -18,6 +18,7 @@ from headstock.cli.explain import explain
 from headstock.cli.generate import generate
 from headstock.cli.new import new
 from headstock.cli.plugins import plugins
+from headstock.cli.streams import NO_ROOM, drop_output, open_streams
 from headstock.errors import HeadstockError
 from headstock.plugins import ALLOW_LIST
 
@@ -61,6 +62,7 @@ def _common(
 
 def main() -> None:
     """Runs the command line and exits; the help tells the exit codes."""
+    open_streams()
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         code = _run()
@@ -79,11 +81,15 @@ def _run() -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        drop_output()
         return 1
     except HeadstockError as error:
         return _fail(str(error), error, error.exit_code)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
+            drop_output()
+            works = "an output with room, such as a file on another disk"
+            return _fail(f"cannot write the output: {error.strerror}; would work: {works}", error, 2)
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         return _fail(f"{what}; type: headstock --verbose …, for the traceback", error, 1)
     return 0

@@ -5,22 +5,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import BaseModel, ConfigDict, Field
 
-from headstock.policy import PageSize, Policy
+from headstock.policy import Mode, PageSize, Policy
 
 Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1)]
 
 
 class Options(BaseModel):
-    """A set of options. None stands for "not given" where a field allows it."""
+    """A set of options. None stands for "not given" where a field allows it; 16 is a number, "16" and true are none."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Choices(Options):
@@ -38,19 +38,23 @@ class Choices(Options):
     decode_attention_backend: Name | None = Field(None, description="the backend of the decode phase")
     page_size: PageSize | None = Field(None, description="tokens per KV page [default: negotiated]")
     kv_layout: Name | None = Field(None, description="the arrangement of a page's bytes [default: negotiated]")
+    cascade: Mode = Field("auto", description="decoding reads shared prefixes once: where it pays, always, or never")
     decision: Path | None = Field(None, description="pin the outcome that `explain --json` wrote to this file")
 
-    def policy(self) -> Policy:
-        """The explicit choices as negotiation takes them."""
-        named = {
-            "all": self.attention_backend,
-            "extend": self.prefill_attention_backend,
-            "decode": self.decode_attention_backend,
+    def policy(self, origins: Mapping[str, str] = MappingProxyType({})) -> Policy:
+        """The explicit choices as negotiation takes them; `origins` tell by field where each was made."""
+        fields = {
+            "all": "attention_backend",
+            "extend": "prefill_attention_backend",
+            "decode": "decode_attention_backend",
         }
+        named = {scope: getattr(self, field) for scope, field in fields.items()}
         return Policy(
             backends={scope: name for scope, name in named.items() if name},
+            origins={scope: origins[field] for scope, field in fields.items() if field in origins},
             page_size=self.page_size,
             kv_layouts={"all": self.kv_layout} if self.kv_layout else {},
+            cascade=self.cascade,
         )
 
 
@@ -60,7 +64,7 @@ class Limits(Options):
     max_batch: Count = Field(32, description="requests that run at once")
     kv_tokens: Count | None = Field(None, description="tokens the KV cache holds [default: what memory allows]")
     backend_option: Mapping[Name, Mapping[str, Any]] = Field(
-        default_factory=dict, description="a backend's own setting, as NAME.KEY=VALUE; may be repeated"
+        default_factory=dict, description="a backend's own setting, as NAME.KEY=VALUE"
     )
 
 
@@ -106,10 +110,11 @@ def _flag(name: str, record: type[BaseModel]) -> inspect.Parameter:
     """A field as Typer takes a flag: None when not given, so that the configuration file and then the default count."""
     field = record.model_fields[name]
     default = field.get_default(call_default_factory=True)
-    shown = "" if default is None or default is False or default in ((), {}) else f" [default: {default}]"
     kind = _kind(field.annotation)
+    repeated = "; may be repeated" if get_origin(kind) is list else ""
+    shown = "" if default is None or default is False or default in ((), {}) else f" [default: {default}]"
     metavar = METAVARS.get(get_args(kind)[0] if get_args(kind) else kind)
-    option = typer.Option(help=f"{field.description}{shown}", metavar=metavar, show_default=False)
+    option = typer.Option(help=f"{field.description}{repeated}{shown}", metavar=metavar, show_default=False)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )

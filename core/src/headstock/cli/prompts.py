@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstock.engine.sampling import SamplingParams
 from headstock.errors import HeadstockError, RequestError
+from headstock.files import parse_json, read_text
 
 if TYPE_CHECKING:
     from headstock.engine.tokenizer import Tokenizer
@@ -20,11 +21,20 @@ SHAPES = '{"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]
 
 
 class Prompt(NamedTuple):
-    """One prompt: a text or a chat, with how to sample its answer; `where` is what a refusal calls it."""
+    """One prompt: a text or a chat, with how to sample its answer; `where` is what a refusal calls it.
+
+    `number` is its place among the prompts of a run, from 0.
+    """
 
     content: str | list[dict[str, Any]]
     params: SamplingParams
     where: str
+    number: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The key of the content in documents."""
+        return "messages" if isinstance(self.content, list) else "prompt"
 
 
 def read_prompts(text: str | None, file: Path | None, params: SamplingParams) -> list[Prompt]:
@@ -36,16 +46,14 @@ def read_prompts(text: str | None, file: Path | None, params: SamplingParams) ->
         failed = "there is no prompt" if text is None else "a prompt and --prompt-file are both given"
         raise HeadstockError(failed, works="a prompt, - for standard input, or --prompt-file FILE")
     if file is not None:
-        return list(_read_lines(file, params))
+        return [prompt._replace(number=number) for number, prompt in enumerate(_read_lines(file, params))]
     where = "standard input" if text == "-" else "the prompt"
     return [Prompt(_checked(_stdin() if text == "-" else text, where), params, where)]
 
 
 def _read_lines(file: Path, params: SamplingParams) -> Iterator[Prompt]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines() if str(file) != "-" else _stdin().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise HeadstockError(f"cannot read {file}", given=error, works="a JSONL file in UTF-8") from None
+    content = read_text(file, "a JSONL file") if str(file) != "-" else _stdin()
+    lines = content.split("\n")  # alone: JSON may hold what else ends a line in Unicode
     if not any(line.strip() for line in lines):
         raise HeadstockError(f"{file} holds no prompt", works=f"lines like {SHAPES}")
     for number, line in enumerate(lines, start=1):
@@ -55,10 +63,7 @@ def _read_lines(file: Path, params: SamplingParams) -> Iterator[Prompt]:
 
 def _read_line(line: str, where: str, params: SamplingParams) -> Prompt:
     """One object: a prompt or messages, and sampling parameters of its own."""
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise RequestError(f"{where} is not JSON: {error}", works=f"a line like {SHAPES}") from None
+    record = parse_json(line, where, f"a line like {SHAPES}", RequestError)
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
         raise RequestError(f"{where} is neither a prompt nor a chat", given=line[:80], works=SHAPES)
     own = {key: value for key, value in record.items() if key not in ("prompt", "messages")}
@@ -67,10 +72,8 @@ def _read_line(line: str, where: str, params: SamplingParams) -> Prompt:
             near = get_close_matches(key, SamplingParams.model_fields, 1)
             works = f"{near[0]}, perhaps" if near else ", ".join(["prompt", "messages", *SamplingParams.model_fields])
             raise RequestError(f"{where}: unknown key", given=key, works=works)
-    try:
+    with _named(where):
         params = SamplingParams(**{**params.model_dump(), **own})
-    except RequestError as error:
-        raise RequestError(f"{where}: {error.what}", given=error.given, works=error.works) from None
     if "messages" in record:
         return Prompt(_checked_chat(record["messages"], where), params, where)
     return Prompt(_checked(record["prompt"], where), params, where)
@@ -91,9 +94,19 @@ def _checked_chat(messages: Any, where: str) -> list[dict[str, Any]]:
     return list(messages)
 
 
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Says of which prompt a refusal is."""
+    try:
+        yield
+    except RequestError as error:
+        what = f"{where}: {error.what}"
+        raise RequestError(what, given=error.given, works=error.works, type=error.type) from error
+
+
 def _stdin() -> str:
     try:
-        return sys.stdin.read()
+        return sys.stdin.read().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise HeadstockError("cannot read standard input", given=error, works="text in UTF-8") from None
 
@@ -105,7 +118,10 @@ def encode(
 
     Raises HeadstockError or RequestError, naming the prompt, for one that the model cannot be given.
     """
-    ids = [_encode(prompt, tokenizer, raw) for prompt in prompts]
+    ids = []
+    for prompt in prompts:
+        with _named(prompt.where):
+            ids.append(_encode(prompt, tokenizer, raw))
     for prompt, own in zip(prompts, ids, strict=True):
         if not own:
             raise RequestError(f"{prompt.where} holds no token of this model", works="at least one")

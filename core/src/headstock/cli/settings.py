@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from headstock.cli.options import Choices, Limits, flag_name
 from headstock.engine.sampling import SamplingParams
 from headstock.errors import HeadstockError, RequestError
+from headstock.files import read_toml
 from headstock.offer import canonical, describe_validation_error
 
 RECORDS: tuple[type[BaseModel], ...] = (Choices, Limits, SamplingParams)
@@ -37,7 +37,7 @@ class Settings:
 
         Raises HeadstockError, naming the flag or the file and its key, for what is unknown or out of range.
         """
-        file = config or find_file(Path.cwd())
+        file = config or find_file(working_folder())
         written, typed = read_file(file) if file else {}, dict(flags)
         if "backend_option" in typed:
             options = _by_backend(typed["backend_option"])
@@ -60,7 +60,7 @@ def find_file(folder: Path) -> Path | None:
     """
     for place in (folder, *folder.parents):
         own, project = place / "headstock.toml", place / "pyproject.toml"
-        in_project = project.is_file() and "headstock" in _toml(project).get("tool", {})
+        in_project = project.is_file() and "headstock" in _table(read_toml(project), project, "tool")
         if own.is_file() and in_project:
             given = f"{own} and [tool.headstock] in {project.name}"
             raise HeadstockError("two configurations in one folder", given=given, works="one of them")
@@ -71,9 +71,9 @@ def find_file(folder: Path) -> Path | None:
 
 def read_file(file: Path) -> dict[str, Any]:
     """The options of a configuration file by field name, its keys known and its paths taken from where it lies."""
-    content = _toml(file)
+    content = read_toml(file)
     if file.name == "pyproject.toml":
-        content = content.get("tool", {}).get("headstock", {})
+        content = _table(_table(content, file, "tool"), file, "headstock")
     known = {_key(name): name for record in RECORDS for name in record.model_fields}
     for key in content:
         if key not in known:
@@ -82,23 +82,29 @@ def read_file(file: Path) -> dict[str, Any]:
             raise HeadstockError(f"{file}: unknown key", given=key, works=works)
     written = {known[key]: value for key, value in content.items()}
     for name in PATHS:
-        if isinstance(written.get(name), str):
-            written[name] = file.parent / written[name]
+        if path := written.get(name):
+            written[name] = file.parent / path if isinstance(path, str) else path
     if "backend_option" in written:
-        tables = written["backend_option"]
-        if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-            raise HeadstockError(f"{file}: backend-option", given=repr(tables), works="a table [backend-option.NAME]")
+        options = _table(content, file, _key("backend_option"), "[backend-option.NAME]")
+        tables = {name: _table(options, file, name, "[backend-option.NAME]") for name in options}
         written["backend_option"] = {canonical(name): table for name, table in tables.items()}
     return written
 
 
-def _toml(file: Path) -> dict[str, Any]:
+def working_folder() -> Path:
+    """The current folder; HeadstockError where it was removed, in which torch cannot be loaded either."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return Path.cwd()
     except OSError as error:
-        raise HeadstockError(f"cannot read {file}: {error.strerror}", works="a TOML file") from None
-    except ValueError as error:  # of the encoding or the syntax
-        raise HeadstockError(f"{file} is not TOML: {error}", works="lines like page-size = 16") from None
+        raise HeadstockError(f"the working folder is gone: {error.strerror}", works="cd to one that exists") from None
+
+
+def _table(content: Mapping[str, Any], file: Path, name: str, works: str = "[tool.headstock]") -> dict[str, Any]:
+    """The table `name` in `content`, empty where there is none; HeadstockError where it is something else."""
+    found = content.get(name, {})
+    if not isinstance(found, dict):
+        raise HeadstockError(f"{file}: {name} is no table", given=f"{found!r:.80}", works=f"a table {works}")
+    return found
 
 
 def _by_backend(options: list[str]) -> dict[str, dict[str, Any]]:

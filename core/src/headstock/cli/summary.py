@@ -9,7 +9,7 @@ from headstock.cli.settings import Settings
 from headstock.cli.tables import note
 
 if TYPE_CHECKING:
-    from headstock.engine.generate import Timing
+    from headstock.engine.stats import EngineStats
     from headstock.runner.runner import ModelRunner
 
 
@@ -35,11 +35,20 @@ def tell_notices(notices: Iterable[str]) -> None:
         note(f"notice: {notice}")
 
 
-def tell_speed(timing: Timing) -> None:
+def describe(stats: EngineStats, seconds: float) -> str:
+    """A running engine in a line: the answers' tokens per second so far, and who runs, waits and was helped."""
+    rate = stats.decode_tokens / seconds if seconds else 0.0
+    said = f"{rate:.0f} tokens/s, {stats.running} run, {stats.waiting} wait"
+    return f"{said}, {stats.hit_rate:.0%} cached" if stats.cached_tokens else said
+
+
+def tell_speed(stats: EngineStats) -> None:
     """Tokens per second by phase. The first token of an answer counts as the prompt's."""
     phases = [
-        ("prompt", timing.prefill_tokens, timing.prefill_seconds),
-        ("output", timing.decode_tokens, timing.decode_seconds),
+        ("prompt", stats.prefill_tokens, stats.prefill_seconds),
+        ("output", stats.decode_tokens, stats.decode_seconds),
     ]
     said = [f"{name} {tokens} tokens, {tokens / seconds:.1f} tokens/s" for name, tokens, seconds in phases if seconds]
+    if stats.cached_tokens:
+        said.append(f"{stats.cached_tokens} prompt tokens from the prefix cache")
     note("; ".join(said))

@@ -6,9 +6,9 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from headstock.offer import Fault
@@ -59,23 +59,30 @@ def faults(found: Iterable[tuple[str, Fault | None]]) -> None:
             paragraphs([f"{subject} is broken: {fault.what}", *([f"  cure: {fault.cure}"] if fault.cure else [])])
 
 
+class Report(Protocol):
+    """Draws how far something has come: what is done, steps done, steps in all, and what else there is to say."""
+
+    def __call__(self, what: str, done: int, total: int, said: str = "") -> None: ...
+
+
 @contextmanager
-def progress(shown: bool) -> Iterator[Callable[[str, int, int], None] | None]:
-    """Gives a callback (what is done, steps done, steps in all) that draws bars on stderr, None unless `shown`."""
+def progress(shown: bool) -> Iterator[Report | None]:
+    """Gives a callback that draws bars on stderr, None unless `shown`."""
     if not shown:
         yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn())
+    described, said = TextColumn("{task.description:<15}"), TextColumn("{task.fields[said]}")
+    columns = (described, BarColumn(bar_width=12), MofNCompleteColumn(), said)  # all of it in 80 columns
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, Any] = {}
 
-        def report(what: str, done: int, total: int) -> None:
+        def report(what: str, done: int, total: int, said: str = "") -> None:
             if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done, total=total)
+                tasks[what] = bars.add_task(what, total=total, said=said)
+            bars.update(tasks[what], completed=done, total=total, said=said)
 
         yield report
 

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from headstock.engine.engine import Engine, EngineStats, Output
+from headstock.engine.engine import Engine, Output
 from headstock.engine.sampling import SamplingParams
+from headstock.engine.stats import EngineStats
 from headstock.errors import HeadstockError
 
 T = TypeVar("T")

@@ -64,6 +64,8 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """The part of the text so far, not yet returned, that no stop string can begin in."""
+        if not self._stop:
+            return text
         if self.found is not None or not text:
             return ""
         text = self._held + text

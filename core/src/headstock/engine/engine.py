@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from headstock.engine.request import Completion, Request
 from headstock.engine.sampling import SamplingParams
 from headstock.engine.scheduler import Plan, Scheduler
+from headstock.engine.stats import EngineStats, Stopwatch
 from headstock.engine.tokenizer import Tokenizer
+from headstock.engine.trace import Trace
 from headstock.errors import OutOfPages, RequestError
 from headstock.runner.runner import ModelRunner
 from headstock.runner.sampler import Sampler, SamplingRow
@@ -34,27 +36,6 @@ class Output(NamedTuple):
     completion: Completion | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """What an engine has done so far, and what it holds now.
-
-    Tokens run are prefill up to where a request begins to decode; what it runs again after a preemption counts again.
-    The seconds of a step that does both are shared out by tokens. `cached_tokens` were found in the prefix cache.
-    """
-
-    steps: int
-    prefill_tokens: int
-    prefill_seconds: float
-    decode_tokens: int
-    decode_seconds: float
-    cached_tokens: int
-    preemptions: int
-    running: int
-    waiting: int
-    free_pages: int
-    cached_pages: int  # by the prefix cache, those in use included
-
-
 class Engine:
     """Serves requests together, step by step: a step is one forward of the runner, prompts and decoding mixed.
 
@@ -71,6 +52,9 @@ class Engine:
         self._outputs: list[Output] = []  # of requests that nobody streams
         self._added = self._steps = self._prefill_tokens = self._decode_tokens = 0
         self._prefill_seconds = self._decode_seconds = 0.0
+        self._finished: Counter[str] = Counter()
+        self._first_token, self._next_token = Stopwatch(), Stopwatch()
+        self._trace: Trace | None = None
 
     def add_request(
         self,
@@ -108,6 +92,7 @@ class Engine:
                 seed=(seed + sample) % 2**63,
                 priority=priority,
                 namespace=namespace,
+                heard=time.perf_counter(),
             )
             for sample in range(n)
         ]
@@ -162,11 +147,21 @@ class Engine:
             decode_seconds=self._decode_seconds,
             cached_tokens=self.scheduler.cached_tokens,
             preemptions=self.scheduler.preemptions,
+            finished=dict(self._finished),
+            first_token=self._first_token.latency,
+            next_token=self._next_token.latency,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
+            pages=self.runner.pages.allocator.num_pages - 1,
             free_pages=self.runner.pages.allocator.num_free,
             cached_pages=self.scheduler.cache.num_pages,
         )
+
+    def record(self, path: str | Path | None) -> None:
+        """Writes a line per forward to `path` from now on, see `Trace`; None, another path or `close` ends it."""
+        if self._trace is not None:
+            self._trace.close()
+        self._trace = None if path is None else Trace(path, self.runner.page_size)
 
     def reset_cache(self) -> None:
         """Forgets all cached prefixes; raises PageError while requests run on some."""
@@ -179,6 +174,7 @@ class Engine:
                 self.scheduler.remove(request, store=False)
         self._streams.clear()
         self._outputs.clear()
+        self.record(None)
         self.reset_cache()
 
     def __enter__(self) -> Engine:
@@ -192,6 +188,8 @@ class Engine:
         runner, vocab = self.runner, self.runner.config.vocab_size
         if not ids:
             raise RequestError(f"{called} is empty", works="at least one token")
+        if strange := [token for token in ids if type(token) is not int]:
+            raise RequestError(f"{called} holds what is no token id", given=repr(strange[0])[:80], works="integers")
         if not all(0 <= token < vocab for token in ids):
             raise RequestError(f"{called} holds a token outside the vocabulary", works=f"0…{vocab - 1}")
         if len(ids) >= runner.max_context:
@@ -229,9 +227,14 @@ class Engine:
             for (request, _), length in zip(plan, cached, strict=True):
                 lengths[request.slot] = length  # a device may tell of its failure late, when tokens are counted
             raise
+        now = time.perf_counter()
         for (request, count), at, token, broken in zip(plan, cached, drawn, failed, strict=True):
-            self._take(request, at, at + count, token, broken)
+            self._take(request, at, at + count, token, broken, now)
         self._count(plan, cached, time.perf_counter() - started)
+        if self._trace is not None:
+            counts = [count for _, count in plan]
+            ends = [at + count for at, count in zip(cached, counts, strict=True)]
+            self._trace.write(counts, ends, split=self.runner.mixed == "split", graph=False, seconds=now - started)
         if self.check:
             self.scheduler.check()
 
@@ -247,8 +250,8 @@ class Engine:
         sampled = Sampler(rows, logits.device)(logits)
         return sampled.tokens.tolist(), sampled.failed.tolist()
 
-    def _take(self, request: Request, before: int, after: int, token: int, broken: bool) -> None:
-        """Brings a request what its row came to; it had `before` tokens cached and has `after`."""
+    def _take(self, request: Request, before: int, after: int, token: int, broken: bool, now: float) -> None:
+        """Brings a request what its row came to `now`; it had `before` tokens cached and has `after`."""
         if broken:
             self._retire(request, None, request.end("error", NOT_FINITE))
             return
@@ -256,6 +259,8 @@ class Engine:
             self.scheduler.store(request)
         if after == len(request.ids):
             text = request.push(token)
+            (self._next_token if request.num_tokens > 1 else self._first_token).add(now - request.heard)
+            request.heard = now
             if request.finish_reason is None:
                 self._put(Output(request.number, request.sample, token, text))
             else:
@@ -267,7 +272,9 @@ class Engine:
         self._live[request.number].remove(request)
         if not self._live[request.number]:
             del self._live[request.number]
-        self._put(Output(request.number, request.sample, token, text, request.completion()))
+        completion = request.completion()
+        self._finished[completion.finish_reason] += 1
+        self._put(Output(request.number, request.sample, token, text, completion))
 
     def _put(self, output: Output) -> None:
         self._streams.get(output.request, self._outputs).append(output)

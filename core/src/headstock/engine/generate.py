@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headstock.engine.engine import Engine, EngineStats
+from headstock.engine.engine import Engine
 from headstock.engine.request import Completion
 from headstock.engine.sampling import SamplingParams
+from headstock.engine.stats import EngineStats
 from headstock.engine.tokenizer import Tokenizer
 from headstock.errors import RequestError
 from headstock.runner.runner import ModelRunner

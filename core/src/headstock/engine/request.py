@@ -34,7 +34,8 @@ class Request:
     `ids` are the prompt's tokens and those produced, `limit` the most it may produce. Requests are served in `order`:
     of higher priority first, then as they came. While it runs, `slot` is its row of the page table (−1 while it has
     none), `node` the end of what it shares with the prefix cache, and the `fill` first ids are those it had when it
-    was admitted: from there on it decodes.
+    was admitted: from there on it decodes. `heard` is when it came or had its latest token, by the clock of
+    `time.perf_counter`.
     """
 
     number: int
@@ -47,6 +48,7 @@ class Request:
     seed: int
     priority: int = 0
     namespace: Hashable = None
+    heard: float = 0.0
     num_prompt: int = field(init=False)
     slot: int = -1
     node: Node | None = None

@@ -82,6 +82,7 @@ class Scheduler:
         assert len(used) + allocator.num_free == allocator.num_pages - 1, "a page is lost"
         held = {node for request in self.running for node in _path(request.node)}
         assert len(held) == len(cached) - self.cache.num_evictable, "what running requests share, and no more, is held"
+        self.pages.check()
         for request in self.running:
             assert request.node is not None
             depth, pages = request.node.depth, self.pages.pages(request.slot)
@@ -94,6 +95,7 @@ class Scheduler:
         """Takes the first request off the queue if free and idle pages hold all its tokens, and one more per other."""
         # Of a prompt that is cached as a whole, the last page runs again: the logits of its last token are needed.
         node = self.cache.match(request.ids[:-1], request.namespace) if self.prefix_cache else self.cache.root
+        node = node.at(self.pages.covered(node.pages)) if self.pages.windows else node
         if self.prefix_cache and self._is_coming(request, node):
             return False
         self.cache.lock(node)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Scope
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headstock.engine.detokenizer import Detokenizer, Pieces
 from headstock.engine.sampling import SamplingParams
+from headstock.engine.template import ChatTemplate
 from headstock.errors import ModelError, RequestError
+from headstock.files import read_text
+from headstock.models.record import read_json
 
 SAVE = "transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
 
@@ -121,11 +117,13 @@ class Tokenizer:
         template = self._template
         try:
             return template.render(
-                **self.special,
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
+                {
+                    **self.special,
+                    "messages": [dict(message) for message in messages],
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": True,
+                }
             )
         except Exception as error:  # a template is a program of its author's
             reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -149,16 +147,10 @@ class Tokenizer:
         return frozenset(asked) if params.ignore_eos else self.eos_ids | asked
 
     @cached_property
-    def _template(self) -> jinja2.Template:
+    def _template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise RequestError("this model has no chat template", works="a raw prompt", type="--raw")
-        try:
-            return _environment().from_string(self.chat_template)
-        except jinja2.TemplateError as error:
-            given = " ".join(str(error).split())
-            raise ModelError(
-                "the chat template is not Jinja", given=given, works="a raw prompt", type="--raw"
-            ) from error
+        return ChatTemplate(self.chat_template)
 
 
 def _vocabulary(path: Path) -> tokenizers.Tokenizer:
@@ -170,24 +162,9 @@ def _vocabulary(path: Path) -> tokenizers.Tokenizer:
         raise ModelError(f"{path} is damaged", given=error, works="the file downloaded again", type=SAVE) from error
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} cannot be read", given=error, works="the file downloaded again") from error
-
-
 def _json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_text(path))
-    except ValueError as error:
-        raise ModelError(f"{path} is damaged", given=error, works="the file downloaded again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} is damaged", given=type(value).__name__, works="a JSON object")
-    return value
+    return read_json(path) if path.exists() else {}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -213,41 +190,12 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The default template: chat_template.jinja, else the one in tokenizer_config.json, plain or in a named list."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return _text(path)
+        return read_text(path, "the file downloaded again", ModelError)
     match config.get("chat_template"):
         case None | str() as template:
             return template
-        case [*entries] if all(isinstance(entry, dict) for entry in entries):
-            return next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
+        case [*entries] if all(isinstance(e, dict) and isinstance(e.get("template"), str) for e in entries):
+            return next((entry["template"] for entry in entries if entry.get("name") == "default"), None)
         case other:
             given = type(other).__name__
             raise ModelError(f"{folder / 'tokenizer_config.json'}: chat_template", given=given, works="a text")
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as `transformers` gives it to chat templates, which are programs of strangers: sandboxed."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own would escape HTML
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks the assistant's words for training: here, its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
-
-    def parse(self, parser: Parser) -> Scope:
-        line = next(parser.stream).lineno
-        return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)

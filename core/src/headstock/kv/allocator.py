@@ -24,8 +24,8 @@ class PageAllocator:
         """Pages that can be had now."""
         return len(self._free)
 
-    def allocate(self, count: int) -> list[int]:
-        """Takes `count` pages; raises OutOfPages, taking none, when fewer are free."""
+    def require(self, count: int) -> None:
+        """Raises OutOfPages when fewer than `count` pages are free."""
         if count > len(self._free):
             raise OutOfPages(
                 "the KV cache has too few free pages",
@@ -33,6 +33,10 @@ class PageAllocator:
                 works="fewer or shorter requests at once, or a larger cache",
                 type="--kv-tokens N",
             )
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` pages; raises OutOfPages, taking none, when fewer are free."""
+        self.require(count)
         pages = self._free[len(self._free) - count :][::-1]
         del self._free[len(self._free) - count :]
         for page in pages:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from headstock.errors import HeadstockError, RequestError
+from headstock.errors import HeadstockError, OutOfPages, RequestError
 from headstock.kv.allocator import PageAllocator
+from headstock.kv.window import WindowPages
 
 
 class PageTable:
@@ -17,16 +19,28 @@ class PageTable:
     A row may begin with pages that the prefix cache owns; the others are the request's own, freed when it is closed.
     The table itself is int32 [max_requests, max_pages] on the host, with unused entries 0, the null page; `rows` brings
     what a batch needs to the device.
+
+    `windows` are the caches of layers that read no more than a window, by its size. They follow the table page by page;
+    where every layer has a window, the table is a count of tokens without a cache of its own.
     """
 
-    def __init__(self, allocator: PageAllocator, page_size: int, max_requests: int, max_context: int):
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        page_size: int,
+        max_requests: int,
+        max_context: int,
+        windows: Mapping[int, WindowPages] | None = None,
+    ):
         self.allocator, self.page_size, self.max_context = allocator, page_size, max_context
+        self.windows: Mapping[int, WindowPages] = windows or {}
         self.lengths = [0] * max_requests
         self._pages: list[list[int]] = [[] for _ in range(max_requests)]
         self._shared = [0] * max_requests  # how many pages at the start of each row the prefix cache owns
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._open = [False] * max_requests
-        self._table = torch.zeros(max_requests, self.pages_for(max_context), dtype=torch.int32)
+        self._table = np.zeros((max_requests, self.pages_for(max_context)), dtype=np.int32)
+        self.version = 0
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
@@ -37,13 +51,25 @@ class PageTable:
         """Requests that can still be opened."""
         return len(self._free_slots)
 
+    def covered(self, pages: Sequence[int]) -> int:
+        """The most of these cached pages, from the first on, after which a row can go on: its windows are held too."""
+        count, before = len(pages), -1
+        while count != before:
+            before, count = count, min((each.covered(pages[:count]) for each in self.windows.values()), default=count)
+        return count
+
     def open(self, shared: Sequence[int] = ()) -> int:
         """Takes a slot for a new request, whose first tokens are cached in the pages `shared`, if any."""
         if not self._free_slots:
             raise HeadstockError("no free request slot", given=f"{len(self.lengths)} requests at once")
         slot = self._free_slots.pop()
         self._open[slot] = True
-        self.share(slot, shared)
+        for window in self.windows.values():
+            window.open(slot, shared)
+        self._pages[slot] = list(shared)
+        self._table[slot, : len(shared)] = shared
+        self._shared[slot] = len(shared)
+        self.version += 1
         self.lengths[slot] = len(shared) * self.page_size
         return slot
 
@@ -52,13 +78,18 @@ class PageTable:
         self._check_open(slot)
         return self._pages[slot]
 
+    def shared(self, slot: int) -> Sequence[int]:
+        """The pages at the start of a row that others may have too. They stay the same while `version` does."""
+        return self._pages[slot][: self._shared[slot]]
+
     def own_pages(self) -> list[int]:
         """The pages that requests own, those in use by all of them but the prefix cache's."""
         return [page for row, shared in zip(self._pages, self._shared, strict=True) for page in row[shared:]]
 
     def missing(self, slot: int, num_tokens: int) -> int:
         """Pages that a slot lacks for so many tokens in all."""
-        return max(self.pages_for(num_tokens) - len(self._pages[slot]), 0)
+        held = len(self._pages[slot])
+        return self.pages_for(num_tokens) - held if num_tokens > held * self.page_size else 0
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
         """Begins a row with `pages`, which the prefix cache owns from now on.
@@ -68,16 +99,23 @@ class PageTable:
         row, old, new = self._pages[slot], self._shared[slot], len(pages)
         assert new >= old, "what is shared stays shared"
         own, shared = row[:new], list(pages)
+        assert len(own) == new, "a row shares what it has"
         if own != shared:
-            self.allocator.free(set(own[old:]).difference(shared))
+            swapped = [(place, *pair) for place, pair in enumerate(zip(own, shared, strict=True)) if pair[0] != pair[1]]
+            for window in self.windows.values():
+                for each in swapped:
+                    window.replace(slot, *each)
+            self.allocator.free([page for _, page, _ in swapped])
             row[:new] = shared
-            self._table[slot, :new] = torch.tensor(shared, dtype=torch.int32)
+            self._table[slot, :new] = shared
         self._shared[slot] = new
+        self.version += 1
 
     def reserve(self, wanted: Mapping[int, int]) -> None:
         """Makes room for so many tokens in all, by slot.
 
-        Raises OutOfPages where there is none and RequestError beyond the context; nothing has changed then.
+        What is behind their windows is let go of first. Raises OutOfPages where there is no room and RequestError
+        beyond the context; nothing else has changed then.
         """
         missing: dict[int, int] = {}
         for slot, num_tokens in wanted.items():
@@ -87,11 +125,25 @@ class PageTable:
                 raise RequestError("a request has outgrown its context", given=given)
             if count := self.missing(slot, num_tokens):
                 missing[slot] = count
+        for window in self.windows.values():
+            self._make_room(window, wanted, sum(missing.values()))
         fresh = self.allocator.allocate(sum(missing.values()))
+        for window in self.windows.values():
+            window.extend(fresh)
         for slot, count in missing.items():
             held, pages, fresh = self._pages[slot], fresh[:count], fresh[count:]
-            self._table[slot, len(held) : len(held) + count] = torch.tensor(pages, dtype=torch.int32)
+            self._table[slot, len(held) : len(held) + count] = pages
             held.extend(pages)
+
+    def _make_room(self, window: WindowPages, slots: Iterable[int], count: int) -> None:
+        for slot in slots:
+            window.slide(slot, self._pages[slot], self.lengths[slot])
+        try:
+            window.make_room(count)
+        except OutOfPages:  # what the others read before their last step
+            for slot, pages in enumerate(self._pages):
+                window.slide(slot, pages, self.lengths[slot])
+            window.make_room(count)
 
     def advance(self, slot: int, num_tokens: int) -> None:
         """Counts `num_tokens` more tokens as cached."""
@@ -102,15 +154,23 @@ class PageTable:
     def close(self, slot: int) -> None:
         """Gives the slot and its own pages back."""
         self._check_open(slot)
+        for window in self.windows.values():
+            window.close(slot, self._pages[slot])
         self.allocator.free(self._pages[slot][self._shared[slot] :])
         self._table[slot, : len(self._pages[slot])] = 0
         self._pages[slot], self._shared[slot], self.lengths[slot], self._open[slot] = [], 0, 0, False
         self._free_slots.append(slot)
+        self.version += 1
 
     def rows(self, slots: Sequence[int], max_tokens: int, device: torch.device | str = "cpu") -> Tensor:
         """The rows of some requests, wide enough for `max_tokens` tokens: int32 [B, W] on `device`."""
         width = self.pages_for(max_tokens)
-        return self._table[list(slots), :width].to(device, non_blocking=True)
+        return torch.from_numpy(self._table[list(slots), :width]).to(device, non_blocking=True)
+
+    def check(self) -> None:
+        """Asserts that the windows' caches are in order. For tests and debugging."""
+        for window in self.windows.values():
+            window.check({slot: pages for slot, pages in enumerate(self._pages) if pages})
 
     def _check_open(self, slot: int) -> None:
         if not (0 <= slot < len(self._open) and self._open[slot]):

@@ -35,6 +35,14 @@ class Node:
             node = node.parent
         return pages
 
+    def at(self, depth: int) -> Node:
+        """The node of so many pages on the path from the root to here."""
+        node = self
+        while node.depth > depth:
+            assert node.parent is not None, "only the root has none"
+            node = node.parent
+        return node
+
 
 class RadixCache:
     """A radix tree of cached pages, which it owns from the moment they are inserted until they are evicted.

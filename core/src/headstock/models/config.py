@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from headstock.errors import ModelError
+from headstock.models.record import Factor, Record, Size, parse, read_json
+from headstock.models.rope_config import RopeConfig, read_ropes
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
 DType = Literal["float32", "float16", "bfloat16"]
-Size = Annotated[int, Field(gt=0, le=2**31)]
-Factor = Annotated[float, Field(gt=0)]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class RopeConfig(_Record):
-    """The rotary position embedding: its base wavelength and how a longer context stretches it.
-
-    Field names follow `rope_parameters` of Hugging Face transformers; which of them count depends on `rope_type`.
-    """
-
-    rope_type: RopeType = "default"
-    rope_theta: Factor = 10_000.0
-    factor: Factor | None = None
-    original_max_position_embeddings: Size | None = None
-    low_freq_factor: Factor | None = None
-    high_freq_factor: Factor | None = None
-    attention_factor: Factor | None = None
-    beta_fast: Factor = 32.0
-    beta_slow: Factor = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-
-class LayerShape(_Record):
+class LayerShape(Record):
     """The attention of one layer: what a backend must be able to compute there.
 
     `window` counts the keys a query sees, itself included (None: all); `softcap` is None where logits are not capped.
@@ -57,10 +32,12 @@ class LayerShape(_Record):
     alibi: bool = False
 
 
-class ModelConfig(_Record):
+class ModelConfig(Record):
     """A causal language model as numbers: enough to plan memory and to negotiate, before any weight is read.
 
-    `max_context` is in tokens; `eos_token_ids` come from `generation_config.json` where a folder has one.
+    `max_context` is in tokens; `eos_token_ids` come from `generation_config.json` where a folder has one. Layers with a
+    window have a rope of their own where there is a `local_rope`; `output_norms` are those of what attention and the
+    feed-forward layer add to the residual.
     """
 
     architecture: str
@@ -74,11 +51,13 @@ class ModelConfig(_Record):
     max_context: Size
     rms_norm_eps: Factor
     rope: RopeConfig
+    local_rope: RopeConfig | None = None
     tie_embeddings: bool = False
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    output_norms: bool = False
     dtype: DType = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -100,11 +79,9 @@ class ModelConfig(_Record):
     def from_hf(cls, raw: dict[str, Any]) -> ModelConfig:
         """Translate the content of a Hugging Face `config.json`; raises ModelError for what is not supported."""
         family = _family(raw)
-        hf = _parse(_HuggingFaceConfig, raw)
+        hf = parse(_HuggingFaceConfig, {**family.defaults, **raw})
         heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads or hf.num_attention_heads
-        head_dim = hf.head_dim or family.head_dim
-        if head_dim is None:
-            head_dim = _divide(hf.hidden_size, heads, "hidden_size", "num_attention_heads")
+        head_dim = hf.head_dim or _divide(hf.hidden_size, heads, "hidden_size", "num_attention_heads")
         _divide(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
         if head_dim % 2:
             given = f"head_dim={head_dim}, hidden_size={hf.hidden_size}, num_attention_heads={heads}"
@@ -112,9 +89,9 @@ class ModelConfig(_Record):
         if hf.dtype and hf.torch_dtype and hf.dtype != hf.torch_dtype:
             raise ModelError("config.json: dtype and torch_dtype disagree", given=f"{hf.dtype}, {hf.torch_dtype}")
         bias = hf.attention_bias and family.reads_attention_bias
-        shape = LayerShape(
-            num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, v_head_dim=head_dim, scale=head_dim**-0.5
-        )
+        scale = (hf.query_pre_attn_scalar or head_dim) ** -0.5
+        shape = LayerShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, v_head_dim=head_dim, scale=scale)
+        rope, local_rope = read_ropes(raw, hf.max_position_embeddings, family.thetas)
         return cls(
             architecture=family.architecture,
             vocab_size=hf.vocab_size,
@@ -126,12 +103,14 @@ class ModelConfig(_Record):
             head_dim=head_dim,
             max_context=hf.max_position_embeddings,
             rms_norm_eps=hf.rms_norm_eps,
-            rope=_rope(raw, hf),
+            rope=rope,
+            local_rope=local_rope,
             tie_embeddings=hf.tie_word_embeddings,
             attention_bias=bias or family.attention_bias,
             output_bias=bias,
             mlp_bias=hf.mlp_bias and family.reads_mlp_bias,
             qk_norm=family.qk_norm,
+            output_norms=family.output_norms,
             dtype=hf.dtype or hf.torch_dtype or "float32",
             bos_token_id=hf.bos_token_id,
             eos_token_ids=hf.eos_token_id,
@@ -143,20 +122,27 @@ class _Family(NamedTuple):
     """What a `model_type` fixes in its code rather than in its config."""
 
     architecture: str
-    window: Literal["never", "always", "by layer"] = "never"
+    window: Literal["never", "always", "by layer", "by pattern"] = "never"
     attention_bias: bool = False
     reads_attention_bias: bool = False
     reads_mlp_bias: bool = False
     qk_norm: bool = False
-    head_dim: int | None = None
+    output_norms: bool = False
+    thetas: tuple[float, float] | None = None  # of full and of windowed layers, where these have a rope of their own
+    defaults: Mapping[str, Any] = {}  # of keys for which transformers has other defaults than those below
 
 
 FAMILIES = {
     "llama": _Family("LlamaForCausalLM", reads_attention_bias=True, reads_mlp_bias=True),
     "mistral": _Family("MistralForCausalLM", window="always"),
     "qwen2": _Family("Qwen2ForCausalLM", window="by layer", attention_bias=True),
-    "qwen3": _Family("Qwen3ForCausalLM", window="by layer", reads_attention_bias=True, qk_norm=True, head_dim=128),
-}
+    "qwen3": _Family("Qwen3ForCausalLM", window="by layer", reads_attention_bias=True, qk_norm=True,
+                     defaults={"head_dim": 128}),
+    "gemma3_text": _Family(
+        "Gemma3ForCausalLM", window="by pattern", reads_attention_bias=True, qk_norm=True, output_norms=True,
+        thetas=(1e6, 1e4), defaults={"head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True},
+    ),
+}  # fmt: skip
 
 
 def _as_ids(value: Any) -> Any:
@@ -182,45 +168,23 @@ class _HuggingFaceConfig(BaseModel):
     max_position_embeddings: Size
     rms_norm_eps: Factor = 1e-6
     hidden_act: Literal["silu"] = "silu"
+    hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"  # Gemma's name for it, and its only one
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: Size | None = 4096
     use_sliding_window: bool = False
     max_window_layers: Annotated[int, Field(ge=0)] = 28
+    sliding_window_pattern: Size = 6
+    query_pre_attn_scalar: Factor | None = None
+    attn_logit_softcapping: None = None
+    final_logit_softcapping: None = None
+    use_bidirectional_attention: Literal[False] | None = None
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     dtype: Annotated[DType | None, BeforeValidator(_bare)] = None
     torch_dtype: Annotated[DType | None, BeforeValidator(_bare)] = None  # its name before transformers 5
     bos_token_id: int | None = None
     eos_token_id: Annotated[tuple[int, ...], BeforeValidator(_as_ids)] = ()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model folder; raises ModelError when there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        works = "a Hugging Face model folder (config.json, *.safetensors, tokenizer.json) or a .gguf file"
-        raise ModelError(f"cannot read {path}: {error.strerror}", works=works) from None
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}", works="download the file again") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no JSON object", given=type(content).__name__)
-    return content
-
-
-Record = TypeVar("Record", bound=BaseModel)
-
-
-def _parse(record: type[Record], raw: dict[str, Any], where: str = "") -> Record:
-    """Validate, turning the first fault into one line that names the key."""
-    try:
-        return record.model_validate(raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join([*where.split(), *map(str, first["loc"])])
-        given = None if first["type"] == "missing" else f"{key}={first['input']!r}"
-        raise ModelError(f"config.json: {key}: {first['msg']}", given=given) from None
 
 
 def _family(raw: dict[str, Any]) -> _Family:
@@ -229,7 +193,9 @@ def _family(raw: dict[str, Any]) -> _Family:
     if family is None:
         given = f"model_type={raw.get('model_type')!r}"
         raise ModelError("config.json: this model_type is not supported", given=given, works=", ".join(FAMILIES))
-    named = raw.get("architectures")
+    named = raw.get("architectures") or []
+    if not isinstance(named, list):
+        raise ModelError("config.json: architectures must be a list", given=f"{named!r:.80}")
     if named and family.architecture not in named:
         given = f"architectures={named!r}"
         raise ModelError("config.json: not a causal language model", given=given, works=family.architecture)
@@ -252,15 +218,23 @@ def _divide(whole: int, part: int, whole_name: str, part_name: str) -> int:
 
 def _windows(family: _Family, hf: _HuggingFaceConfig) -> list[int | None]:
     """The window of each layer. In transformers as here a window of w shows w keys: `query - w < key <= query`."""
-    by_layer = family.window == "by layer"
-    window = hf.sliding_window if family.window == "always" or (by_layer and hf.use_sliding_window) else None
-    first = hf.max_window_layers if by_layer else 0
+    used = family.window != "never" and (family.window != "by layer" or hf.use_sliding_window)
+    window = hf.sliding_window if used else None
+    if window is None and family.window == "by pattern":
+        raise ModelError("config.json: sliding_window is null", works="the window of the model's windowed layers")
+
+    def windowed(index: int) -> bool:
+        if family.window == "by pattern":
+            return (index + 1) % hf.sliding_window_pattern != 0
+        return family.window == "always" or index >= hf.max_window_layers
+
     kinds = [
-        "full_attention" if window is None or i < first else "sliding_attention" for i in range(hf.num_hidden_layers)
+        "full_attention" if window is None or not windowed(i) else "sliding_attention"
+        for i in range(hf.num_hidden_layers)
     ]
     if hf.layer_types is not None and hf.layer_types != kinds:
         if (
-            not by_layer
+            family.window in ("never", "always")
             or len(hf.layer_types) != len(kinds)
             or (window is None and "sliding_attention" in hf.layer_types)
         ):
@@ -268,47 +242,3 @@ def _windows(family: _Family, hf: _HuggingFaceConfig) -> list[int | None]:
             raise ModelError("config.json: layer_types contradicts the layers and the window", given=given)
         kinds = list(hf.layer_types)
     return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-# What each rope type needs and what it may have besides `rope_theta`.
-_ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
-    "default": (set(), set()),
-    "linear": ({"factor"}, set()),
-    "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, set()),
-    "yarn": ({"factor"}, {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
-}
-
-
-def _rope(raw: dict[str, Any], hf: _HuggingFaceConfig) -> RopeConfig:
-    """One record from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
-    given: dict[str, Any] = {}
-    keys = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-    sources = {name: raw.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
-    sources["the top level"] = {key: raw.get(key) for key in keys}
-    for name, entries in sources.items():
-        if not isinstance(entries, dict):
-            raise ModelError(f"config.json: {name} must be an object", given=repr(entries))
-        for key, value in entries.items():
-            key = "rope_type" if key == "type" else key
-            if value is not None and given.setdefault(key, value) != value:
-                raise ModelError(f"config.json: contradictory {key}", given=f"{given[key]!r} and, in {name}, {value!r}")
-    if given.pop("partial_rotary_factor", 1) != 1:
-        raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
-    return _complete_rope(_parse(RopeConfig, given, "rope_parameters"), set(given), hf.max_position_embeddings)
-
-
-def _complete_rope(rope: RopeConfig, given: set[str], max_context: int) -> RopeConfig:
-    """Check the keys against the rope type and fill in what transformers derives from the context length."""
-    original = rope.original_max_position_embeddings or max_context
-    needed, optional = _ROPE_KEYS[rope.rope_type]
-    if rope.rope_type == "yarn" and rope.factor is None:
-        rope, given = rope.model_copy(update={"factor": max_context / original}), given | {"factor"}
-    if missing := needed - given:
-        raise ModelError(f"config.json: rope_type {rope.rope_type!r} needs {', '.join(sorted(missing))}")
-    known = needed | optional | {"rope_type", "rope_theta", "original_max_position_embeddings"}
-    if unread := given - known:
-        raise ModelError(f"config.json: rope_type {rope.rope_type!r} does not read {', '.join(sorted(unread))}")
-    if rope.low_freq_factor and rope.high_freq_factor and rope.low_freq_factor >= rope.high_freq_factor:
-        factors = f"{rope.low_freq_factor}, {rope.high_freq_factor}"
-        raise ModelError("config.json: rope low_freq_factor must be below high_freq_factor", given=factors)
-    return rope.model_copy(update={"original_max_position_embeddings": original})

@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from headstock.models.gguf import Progress
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file, by its name."""
+    return path.suffix.lower() == ".gguf"
+
+
 def model_folder(
     model: str | Path | None = None,
     dtype: DType = "bfloat16",
@@ -23,8 +28,9 @@ def model_folder(
     from headstock.models.embedded import embedded_model
 
     path = Path(model) if model is not None else embedded_model()
-    if path.suffix.lower() != ".gguf":
+    if not is_gguf(path):
         return path
-    from headstock.models.gguf import convert, default_cache_dir
+    from headstock.models.cache import default_cache_dir
+    from headstock.models.gguf import convert
 
     return convert(path, cache_dir or default_cache_dir(), dtype, progress)

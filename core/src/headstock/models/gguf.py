@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from headstock.errors import ModelError
+from headstock.models.cache import is_complete, writing
 from headstock.models.config import DType, ModelConfig
 from headstock.models.llama import weight_shapes
 from headstock.models.weights import INDEX, SINGLE
@@ -30,31 +29,21 @@ Progress = Callable[[str, int, int], None]
 """(what is being done, steps done, steps in all)."""
 
 
-def default_cache_dir() -> Path:
-    """The folder for converted models: `headstock` in $XDG_CACHE_HOME, or in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstock"
-
-
 def convert(
     path: str | Path, cache_dir: str | Path, dtype: DType = "bfloat16", progress: Progress | None = None
 ) -> Path:
     """The Hugging Face folder of a GGUF file, its weights in `dtype`; written on the first call, found on the next.
 
-    A folder appears under its final name only when complete (several processes may convert at once), and is
-    found again as long as the file keeps its path, size and time. Raises ModelError for a file that is missing,
-    damaged, or of an architecture, quantisation or tokenizer that is not supported.
+    A folder appears under its final name only when complete (several processes may convert at once), is found again
+    as long as the file keeps its path, size and time, and is written anew where a part of it is gone. Raises ModelError
+    for a file that is missing, damaged, or of an architecture, quantisation or tokenizer that is not supported, and for
+    a cache that cannot be written.
     """
     source, cache = Path(path).resolve(), Path(cache_dir)
     folder = cache / _key(source, dtype)
-    if folder.exists():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
-    try:
-        _write(source, unfinished, dtype, progress)
-        _publish(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    if not is_complete(folder):
+        with writing(folder) as unfinished:
+            _write(source, unfinished, dtype, progress)
     return folder
 
 
@@ -65,18 +54,6 @@ def _key(source: Path, dtype: DType) -> str:
         raise ModelError(f"cannot read {source}: {error.strerror}", works="a .gguf file") from None
     identity = f"{source}\n{status.st_size}\n{status.st_mtime_ns}\n{VERSION}"
     return f"{source.stem}-{dtype}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-
-
-def _publish(unfinished: Path, folder: Path) -> None:
-    """Rename, after the bytes are on disk; where another process was first, its folder is as good."""
-    for file in unfinished.iterdir():
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
-    try:
-        unfinished.rename(folder)
-    except OSError:
-        if not folder.exists():
-            raise
 
 
 def _write(source: Path, folder: Path, dtype: DType, progress: Progress | None) -> None:
@@ -95,7 +72,7 @@ def _write(source: Path, folder: Path, dtype: DType, progress: Progress | None) 
     }
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
-    build_tokenizer(file.metadata).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(build_tokenizer(file.metadata).to_str(pretty=True), encoding="utf-8")
     _write_weights(folder, _converted(file, getattr(torch, dtype), progress))
 
 
@@ -119,7 +96,11 @@ def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """One `model.safetensors`, or shards and their index where the model is larger than a shard."""
     shards: list[list[str]] = []
     for number, shard in enumerate(_shards(tensors), start=1):
-        save_file(shard, folder / f"model-{number:05}.safetensors", metadata={"format": "pt"})
+        name = f"model-{number:05}.safetensors"
+        try:
+            save_file(shard, folder / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{name}: {error}") from None  # it is one, of writing
         shards.append(list(shard))
     if len(shards) == 1:
         (folder / "model-00001.safetensors").rename(folder / SINGLE)

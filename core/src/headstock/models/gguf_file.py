@@ -29,6 +29,11 @@ INNER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+GEMMA = INNER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 
 
 class GGUFFile(GGUFHeader):
@@ -52,6 +57,8 @@ class GGUFFile(GGUFHeader):
             short = name.split(".")[-2]
             if self.architecture == "llama" and short in counts:
                 values = _unpermute(values, counts[short])
+            if self.architecture == "gemma3" and short.endswith("norm"):
+                values = values - 1  # which the converter of llama.cpp adds
             yield theirs, torch.tensor(values)  # a copy: the file stays read-only
 
     def _values(self, name: str) -> np.ndarray:
@@ -74,11 +81,11 @@ class GGUFFile(GGUFHeader):
     def _hf_name(self, name: str) -> str:
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
         layer, short, kind = match.groups() if match else (None, "", "")
-        known = OUTER.get(short) if layer is None else INNER.get(short)
+        inner = GEMMA if self.architecture == "gemma3" else INNER
+        known = OUTER.get(short) if layer is None else inner.get(short)
         if known is None:
-            raise ModelError(
-                f"{self.path}: the model has no tensor {name}", works="a GGUF file of a plain llama or qwen"
-            )
+            works = "a GGUF file of a plain llama, qwen or gemma"
+            raise ModelError(f"{self.path}: the model has no tensor {name}", works=works)
         return f"{known}.{kind}" if layer is None else f"model.layers.{layer}.{known}.{kind}"
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headstock.errors import ModelError
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 ROPE_FACTORS = "rope_freqs.weight"  # what Llama 3's scaled frequencies are divided by, float32 [head_dim / 2]
 
 # Value types of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md by their number, as `struct` spells them.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
+DEEPEST = 8  # arrays within arrays; no known file has any
 
 
 class Stored(NamedTuple):
@@ -35,6 +37,8 @@ class GGUFHeader:
     def __init__(self, path: Path):
         self.path = path
         self._rope_factors: tuple[float, ...] = ()
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+            raise ModelError(f"cannot read {path}: it is no regular file", works="a .gguf file")
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 self._read(_Reader(content))
@@ -47,7 +51,7 @@ class GGUFHeader:
             works = ", ".join(ARCHITECTURES)
             raise ModelError(f"{path}: this architecture is not supported", given=self.architecture, works=works)
         for key in ("split.count", f"{self.architecture}.expert_count"):
-            if self.metadata.get(key, 0) > 1:
+            if (self._whole(key) or 0) > 1:
                 given, works = f"{key}={self.metadata[key]}", "one dense file"
                 raise ModelError(f"{path}: this kind of GGUF file is not supported", given=given, works=works)
 
@@ -62,7 +66,7 @@ class GGUFHeader:
         if "token_embd.weight" not in self.shapes:
             raise ModelError(f"{self.path}: the tensor token_embd.weight is missing", works="a complete GGUF file")
         return {
-            "model_type": self.architecture,
+            "model_type": "gemma3_text" if self.architecture == "gemma3" else self.architecture,
             "vocab_size": self.shapes["token_embd.weight"][0],
             "hidden_size": hidden,
             "intermediate_size": self._key("feed_forward_length"),
@@ -75,8 +79,26 @@ class GGUFHeader:
             "attention_bias": self.architecture == "llama" and "blk.0.attn_q.bias" in self.shapes,
             "tie_word_embeddings": "output.weight" not in self.shapes,
             "rope_parameters": self._rope(head_dim),
-            "bos_token_id": self.metadata.get("tokenizer.ggml.bos_token_id"),
+            "bos_token_id": self._whole("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._ends(),
+            **(self._gemma(hidden // heads, head_dim) if self.architecture == "gemma3" else {}),
+        }
+
+    def _gemma(self, width: int, head_dim: int) -> dict[str, Any]:
+        """What Gemma 3 has besides. Its files leave out what llama.cpp knows by heart: the pattern of the windows, the
+        rope of the windowed layers, and that the 27B model alone, with 62 layers, scales by the width of a head's share
+        of the hidden state."""
+        return {
+            "sliding_window": self._key("attention.sliding_window"),
+            "sliding_window_pattern": self._key("attention.sliding_window_pattern", 6),
+            "query_pre_attn_scalar": width if self._key("block_count") == 62 else head_dim,
+            "rope_parameters": {
+                "full_attention": self._rope(head_dim),
+                "sliding_attention": {"rope_type": "default", "rope_theta": self._key("rope.freq_base_swa", 10_000.0)},
+            },
+            **{
+                key: self.metadata.get(f"gemma3.{key}") for key in ("attn_logit_softcapping", "final_logit_softcapping")
+            },
         }
 
     def _read(self, reader: _Reader) -> None:
@@ -93,23 +115,35 @@ class GGUFHeader:
             self.shapes[name] = tuple(reader.take("Q") for _ in range(reader.take("I")))[::-1]
             offsets[name] = Stored(reader.take("I"), reader.take("Q"))
         alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 8 or alignment % 8:
+            raise ValueError(f"general.alignment must be a multiple of 8, given {alignment!r:.80}")
         base = -(-reader.at // alignment) * alignment
         self.stored = {name: Stored(kind, base + offset) for name, (kind, offset) in offsets.items()}
         if ROPE_FACTORS in self.stored:
+            if len(self.shapes[ROPE_FACTORS]) != 1 or self.shapes[ROPE_FACTORS] == (0,):
+                raise ValueError(f"{ROPE_FACTORS} must be one row")
             reader.at = self.stored[ROPE_FACTORS].start
-            self._rope_factors = reader.many("f", self.shapes[ROPE_FACTORS][0])
+            self._rope_factors = reader.many("f", *self.shapes[ROPE_FACTORS])
 
     def _key(self, key: str, default: float | None = None) -> Any:
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise ModelError(f"{self.path}: the key {self.architecture}.{key} is missing", works="a complete GGUF file")
         if not isinstance(value, int | float) or not value > 0:
-            raise ModelError(f"{self.path}: {self.architecture}.{key} must be one positive number", given=repr(value))
+            what = f"{self.path}: {self.architecture}.{key} must be one positive number"
+            raise ModelError(what, given=f"{value!r:.80}")
         return value
+
+    def _whole(self, key: str) -> int | None:
+        """A whole number that may be left out."""
+        value = self.metadata.get(key)
+        if value is None or (type(value) is int and value >= 0):
+            return value
+        raise ModelError(f"{self.path}: {key} must be a whole number", given=f"{value!r:.80}")
 
     def _ends(self) -> list[int]:
         """The ids that end a text: end of sequence, and end of turn where a file names one."""
-        ids = [self.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")]
+        ids = [self._whole(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")]
         return list(dict.fromkeys(index for index in ids if index is not None))
 
     def _rope(self, head_dim: int) -> dict[str, Any]:
@@ -138,7 +172,7 @@ class GGUFHeader:
             return 1 / ((1 - smooth) / factor + smooth)
 
         near = (math.isclose(f, explained(i), rel_tol=1e-3) for i, f in enumerate(self._rope_factors))
-        if len(self._rope_factors) != head_dim // 2 or not all(near):
+        if len(self._rope_factors) != head_dim // 2 or not 0 < factor < math.inf or not all(near):
             raise ModelError(f"{self.path}: {ROPE_FACTORS} is not Llama 3's", works="the model's Hugging Face folder")
         return {
             "rope_type": "llama3",
@@ -175,12 +209,14 @@ class _Reader:
         self.at += length
         return self.content[self.at - length : self.at].decode()
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == TEXT:
             return self.text()
         if kind == ARRAY:
+            if depth == DEEPEST:
+                raise ValueError(f"arrays are nested more than {DEEPEST} deep")
             kind, count = self.take("I"), self.take("Q")
             if kind in SCALARS:
                 return list(self.many(SCALARS[kind], count))
-            return [self.value(kind) for _ in range(count)]
+            return [self.value(kind, depth + 1) for _ in range(count)]
         return self.take(SCALARS[kind])

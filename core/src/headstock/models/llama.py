@@ -32,9 +32,12 @@ class Llama:
     Nothing is allocated until `load` or `init_random`. `dtype` is that of weights, activations and logits.
     """
 
+    neutral_norm = 1.0  # the stored weight with which a norm scales nothing
+
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"):
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.layers: list[_Layer] = []
+        self.norm_dtype = dtype
+        self.layers: list[Layer] = []
 
     def load(self, weights: WeightSource, progress: Progress | None = None) -> None:
         """Read, convert and fuse the weights, one layer at a time; raises ModelError before allocating any."""
@@ -49,7 +52,7 @@ class Llama:
         def draw(name: str) -> Tensor:  # from a seed of its own, so that it may be drawn again
             generator = torch.Generator().manual_seed(seed + crc32(name.encode()))
             x = torch.randn(shapes[name], generator=generator).mul_(0.02)
-            return x.add_(1) if name.endswith("norm.weight") else x
+            return x.add_(self.neutral_norm) if name.endswith("norm.weight") else x
 
         self._build(lambda names: {name: draw(name) for name in names}, None)
 
@@ -94,7 +97,8 @@ class Llama:
         self.layers = []
         for index in range(config.num_layers):
             tensors = read(list(_layer_shapes(config, index)))
-            self.layers.append(_Layer(config, _Fuse(tensors, f"model.layers.{index}.", self.dtype, self.device)))
+            fuse = Fuse(tensors, f"model.layers.{index}.", self.dtype, self.norm_dtype, self.device)
+            self.layers.append(Layer(config, fuse))
             if progress:
                 progress("loading weights", index + 1, steps)
         if progress:
@@ -114,45 +118,59 @@ class Llama:
         self.head = linear(place(EMBEDDING if tied else HEAD))
         shared = tied and not packs(self.dtype, self.device)
         self.embedding = self.head.weight if shared else place(EMBEDDING)
-        self.final_norm = place(FINAL_NORM).clone()
+        self.final_norm = read([FINAL_NORM])[FINAL_NORM].to(self.device, self.norm_dtype, copy=True)
 
 
 Read = Callable[[list[str]], Mapping[str, Tensor]]
 
 
-class _Fuse:
+class Fuse:
     """Joins tensors of one layer along their rows and puts the result where the model runs."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], prefix: str, dtype: torch.dtype, device: torch.device):
-        self.tensors, self.prefix, self.dtype, self.device = tensors, prefix, dtype, device
+    def __init__(
+        self, tensors: Mapping[str, Tensor], prefix: str, dtype: torch.dtype, norm_dtype: torch.dtype,
+        device: torch.device,
+    ):  # fmt: skip
+        self.tensors, self.prefix, self.device = tensors, prefix, device
+        self.dtype, self.norm_dtype = dtype, norm_dtype
 
     def __call__(self, *names: str) -> Tensor:
         return torch.cat([self.tensors[self.prefix + name] for name in names]).to(self.device, self.dtype)
+
+    def norm(self, module: str) -> Tensor:
+        return self.tensors[f"{self.prefix}{module}.weight"].to(self.device, self.norm_dtype, copy=True)
 
     def linear(self, *modules: str, bias: bool) -> Linear:
         biases = self(*(f"{module}.bias" for module in modules)) if bias else None
         return linear(self(*(f"{module}.weight" for module in modules)), biases)
 
 
-class _Layer:
+class Layer:
     """The weights of one decoder layer: q, k and v are one linear layer, gate and up another."""
 
-    __slots__ = ("down", "gate_up", "input_norm", "output", "post_norm", "qk_norm", "qkv")
+    __slots__ = ("down", "gate_up", "input_norm", "output", "output_norms", "post_norm", "qk_norm", "qkv")
 
-    def __init__(self, config: ModelConfig, fuse: _Fuse):
-        self.input_norm = fuse("input_layernorm.weight")
+    def __init__(self, config: ModelConfig, fuse: Fuse):
+        self.input_norm = fuse.norm("input_layernorm")
         self.qkv = fuse.linear(*(f"self_attn.{x}_proj" for x in "qkv"), bias=config.attention_bias)
         self.qk_norm = _qk_norm(config, fuse) if config.qk_norm else None
         self.output = fuse.linear("self_attn.o_proj", bias=config.output_bias)
-        self.post_norm = fuse("post_attention_layernorm.weight")
+        self.post_norm, *self.output_norms = map(fuse.norm, _inner_norms(config))
         self.gate_up = fuse.linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
         self.down = fuse.linear("mlp.down_proj", bias=config.mlp_bias)
 
 
-def _qk_norm(config: ModelConfig, fuse: _Fuse) -> Tensor:
+def _qk_norm(config: ModelConfig, fuse: Fuse) -> Tensor:
     """The norm weights of q and k heads side by side, [Hq + Hkv, D]: one norm serves both."""
-    q_norm, k_norm = fuse("self_attn.q_norm.weight"), fuse("self_attn.k_norm.weight")
+    q_norm, k_norm = fuse.norm("self_attn.q_norm"), fuse.norm("self_attn.k_norm")
     return torch.cat((q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)))
+
+
+def _inner_norms(config: ModelConfig) -> tuple[str, ...]:
+    """The norm before the feed-forward layer; then, where there are any, those of what attention and that one add."""
+    if config.output_norms:
+        return "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+    return ("post_attention_layernorm",)
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -180,10 +198,8 @@ def _outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     q_rows, kv_rows = config.num_heads * head, config.num_kv_heads * head
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
+    norms = ("input_layernorm", *_inner_norms(config))
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
     if config.qk_norm:
         shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
     for name, rows, columns, bias in (

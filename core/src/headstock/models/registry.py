@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from headstock.models.llama import Llama
 
 ARCHITECTURES = {
+    "Gemma3ForCausalLM": "headstock.models.gemma:Gemma3",
     "LlamaForCausalLM": "headstock.models.llama:Llama",
     "MistralForCausalLM": "headstock.models.llama:Llama",
     "Qwen2ForCausalLM": "headstock.models.llama:Llama",

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from headstock.models.config import RopeConfig
+from headstock.models.rope_config import RopeConfig
 
 
 class Rope:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstock.errors import ModelError
-from headstock.models.config import read_json
+from headstock.models.record import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READABLE = ("F32", "F16", "BF16")
@@ -100,7 +101,7 @@ class WeightSource:
 
 def _header(file: Path) -> dict[str, Entry]:
     """Name, shape and dtype of every tensor of a file; opening also checks its length against its header."""
-    if not file.exists():
+    if not os.path.isfile(file):  # os.path, as a name may be too long to be asked for
         others = [path.name for path in file.parent.glob("*.bin")] if file.name == SINGLE else []
         works = "safetensors files (these *.bin can be converted)" if others else "a complete download"
         raise ModelError(f"{file} is missing", given=", ".join(others) or None, works=works)

@@ -21,6 +21,7 @@ from headstock.load import load_backend, load_layout, load_options
 from headstock.models.config import ModelConfig
 from headstock.offer import Candidate
 from headstock.plugins import describe_fault
+from headstock.requirement import Requirement
 from headstock.runner.requirements import backend_spec, layer_groups
 
 ALIGNMENT = 256
@@ -68,11 +69,12 @@ class Instance:
 
 
 class Limits(NamedTuple):
-    """What an instance must be able to serve: rows and tokens of one forward, a token per row or more, and plans."""
+    """What an instance must be able to serve: rows and tokens of a forward, a token per row or more, plans, levels."""
 
     max_batch: int
     max_tokens: int
     max_plans: int = 1  # alive at once
+    max_levels: int = 0  # of shared prefixes, for backends that read them once
 
 
 def load_instances(
@@ -109,11 +111,22 @@ def load_instances(
                     max_batch=limits.max_batch,
                     max_tokens=limits.max_tokens,
                     max_plans=limits.max_plans,
+                    max_levels=limits.max_levels if _reads_once(candidate, needs) else 0,
                     options=_options(candidate, own, choice.group, phases),
                 )
                 instances[key] = _load(candidate, spec, field)
             roles[choice.group, choice.role] = instances[key]
     return roles
+
+
+def _reads_once(candidate: Candidate, needs: Iterable[Requirement]) -> bool:
+    """Whether a backend that decodes without a window declares cascade for all that it serves."""
+    assert candidate.offer is not None, "a winner has an offer"
+    records = candidate.offer.capabilities
+    asked = [need.model_copy(update={"cascade": True}) for need in needs]
+    return any(need.phase == "decode" and not need.sliding_window for need in asked) and all(
+        any(not need.unmet(record) for record in records) for need in asked
+    )
 
 
 def _options(candidate: Candidate, given: Mapping[str, Any], group: str, phases: frozenset[str]) -> Any:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headstock.device import Device
 from headstock.errors import MemoryPlanError
@@ -13,21 +16,33 @@ HEADROOM = {"cpu": 0.5}
 GIB = 1 << 30
 
 
+class WindowPlan(NamedTuple):
+    """The pages of the layers with one window, the null page included, and the bytes of each over those layers."""
+
+    num_pages: int
+    bytes_per_page: int
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by purpose, and the number of KV pages they leave room for, the null page included."""
+    """Bytes by purpose, and the number of KV pages they leave room for, the null page included.
+
+    Pages are counted in tokens of whole requests. Layers without a window keep all of them, `bytes_per_page` over those
+    layers; `windows` has what layers with one keep, by the window.
+    """
 
     weights: int
     scratch: int
     state: int
-    bytes_per_page: int  # over all layers
+    bytes_per_page: int
     page_size: int
     num_pages: int
+    windows: Mapping[int, WindowPlan] = field(default_factory=dict)
 
     @property
     def kv_cache(self) -> int:
         """Bytes of the KV cache."""
-        return self.num_pages * self.bytes_per_page
+        return _kv_bytes(self.num_pages, self.bytes_per_page, self.windows)
 
     @property
     def kv_tokens(self) -> int:
@@ -38,7 +53,15 @@ class MemoryPlan:
         """The plan for people, a line per purpose."""
         parts = [("weights", self.weights), ("workspaces", self.scratch + self.state), ("KV cache", self.kv_cache)]
         lines = [f"{name:<11}{size / GIB:8.3f} GiB" for name, size in parts if size]
-        return [*lines, f"{'':<11}{self.kv_tokens} tokens in {self.num_pages - 1} pages of {self.page_size}"]
+        lines.append(f"{'':<11}{self.kv_tokens} tokens in {self.num_pages - 1} pages of {self.page_size}")
+        kept = ((window, plan.num_pages - 1) for window, plan in self.windows.items())
+        return [*lines, *(f"{'':<11}window {window}: the last of them in {pages} pages" for window, pages in kept)]
+
+
+def _kv_bytes(num_pages: int, bytes_per_page: int, windows: Mapping[int, WindowPlan]) -> int:
+    """Bytes of a cache of so many pages, of which a window needs no more than it is planned to."""
+    own = (min(num_pages, plan.num_pages) * plan.bytes_per_page for plan in windows.values())
+    return num_pages * bytes_per_page + sum(own)
 
 
 def plan_memory(
@@ -52,20 +75,29 @@ def plan_memory(
     wanted_tokens: int,
     least_tokens: int,
     kv_tokens: int | None = None,
+    windows: Mapping[int, WindowPlan] | None = None,
 ) -> MemoryPlan:
     """Sizes the KV cache: `kv_tokens` where the user fixed it, else `wanted_tokens` or what free memory allows.
 
-    `least_tokens` is the smallest cache worth starting with. Raises MemoryPlanError, naming the sizes, when that does
-    not fit.
+    `windows` have the most pages that layers with a window can use. `least_tokens` is the smallest cache worth starting
+    with. Raises MemoryPlanError, naming the sizes, when that or the weights do not fit.
     """
     fixed = weights + scratch + state
     free = device.free_memory()
+    if weights >= free:
+        raise MemoryPlanError(
+            "the weights do not fit into the free memory",
+            given=f"{weights / GIB:.2f} GiB, {free / GIB:.2f} GiB free",
+            works="a smaller model, a narrower dtype, or a device with more memory",
+        )
     share = HEADROOM.get(device.torch.type, 0.9)
     room = int(max(free - fixed, 0) * share)
-    pages = -(-(wanted_tokens if kv_tokens is None else kv_tokens) // page_size) + 1
-    if kv_tokens is None:
-        pages = min(pages, room // bytes_per_page)
-    plan = MemoryPlan(weights, scratch, state, bytes_per_page, page_size, pages)
+    windows = windows or {}
+    wanted = -(-max(wanted_tokens, kv_tokens or 0) // page_size) + 1
+    fitting = bisect_right(range(1, wanted + 1), room, key=lambda pages: _kv_bytes(pages, bytes_per_page, windows))
+    pages = fitting if kv_tokens is None else -(-kv_tokens // page_size) + 1
+    kept = {w: plan._replace(num_pages=max(min(plan.num_pages, pages), 1)) for w, plan in windows.items()}
+    plan = MemoryPlan(weights, scratch, state, bytes_per_page, page_size, pages, kept)
     if plan.kv_tokens < least_tokens:
         raise MemoryPlanError(
             "the KV cache is too small to serve a single token" if least_tokens == 1 else "the KV cache is too small",
@@ -77,7 +109,7 @@ def plan_memory(
         raise MemoryPlanError(
             "the KV cache does not fit into the free memory",
             given=f"{plan.kv_cache / GIB:.2f} GiB, {max(free - fixed, 0) / GIB:.2f} GiB free beside the weights",
-            works=f"at most {max(room // bytes_per_page - 1, 0) * page_size} tokens",
+            works=f"at most {max(fitting - 1, 0) * page_size} tokens",
             type="--kv-tokens N",
         )
     return plan

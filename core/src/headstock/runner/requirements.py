@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headstock.backend import BackendSpec
 from headstock.models.config import LayerShape, ModelConfig
+from headstock.policy import Mode
 from headstock.requirement import Requirement, Role
 
 ROLE_PHASES: tuple[tuple[Role, str], ...] = (("extend", "extend"), ("decode", "decode"))
@@ -33,16 +34,19 @@ def requirements(
     kv_dtype: str | None = None,
     max_context: int | None = None,
     kv_scales: bool = False,
+    cascade: Mode = "off",
 ) -> list[Requirement]:
     """One requirement per (layer group, role).
 
     `device` is a torch device type ("cpu", "cuda"), `compute_capability` major × 10 + minor where it has one; dtypes
     are torch's names, the cache's being the model's by default. `max_context` is in tokens, the model's own by default.
+    Decoding without a window wishes for `cascade` where it is "auto", and asks for it where it is "on".
     """
     needs = []
     for group, layers in layer_groups(config).items():
         shape = config.layers[layers[0]]
         for role, phase in ROLE_PHASES:
+            shares = phase == "decode" and shape.window is None
             needs.append(
                 Requirement(
                     group=group,
@@ -50,6 +54,7 @@ def requirements(
                     phase=phase,  # type: ignore[arg-type]
                     attention="paged",
                     layers=len(layers),
+                    wishes=("cascade",) if shares and cascade == "auto" else (),
                     device=device,
                     compute_capability=compute_capability,
                     dtype=dtype,
@@ -63,6 +68,7 @@ def requirements(
                     softcap=shape.softcap,
                     sinks=shape.sinks,
                     alibi=shape.alibi,
+                    cascade=shares and cascade == "on",
                     kv_scales=kv_scales,
                     query_lens=frozenset({1}) if phase == "decode" else None,
                 )
@@ -79,6 +85,7 @@ def backend_spec(
     max_batch: int,
     max_tokens: int,
     max_plans: int = 1,
+    max_levels: int = 0,
     options: object = None,
 ) -> BackendSpec:
     """The spec of one instance, which serves all of `needs`: settled requirements of one group and attention kind."""
@@ -105,6 +112,7 @@ def backend_spec(
         max_batch=max_batch,
         max_tokens=max_tokens,
         max_plans=max_plans,
+        max_levels=max_levels,
         max_context=need.max_context,
         group=need.group,
         options=options,

@@ -2,47 +2,36 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headstock.backend import AttentionBackend, Phase
 from headstock.backend import Progress as Preparation
-from headstock.batch import ForwardBatch
-from headstock.decision import Decision
 from headstock.device import Device, torch_dtype
-from headstock.errors import HeadstockError, MemoryPlanError, PluginError
+from headstock.errors import HeadstockError
 from headstock.kv.allocator import PageAllocator
 from headstock.kv.page_table import PageTable
 from headstock.kv.pool import KVPool
+from headstock.kv.window import WindowPages
 from headstock.layer import AttentionLayer
 from headstock.models.config import ModelConfig
-from headstock.models.llama import Progress, weight_bytes
+from headstock.models.llama import Progress
 from headstock.models.registry import model_class
 from headstock.models.weights import WeightSource
-from headstock.negotiate import negotiate
 from headstock.offer import Candidate, Offer
 from headstock.plugins import Discovered, Observers, Plugin, installed
 from headstock.policy import Policy
-from headstock.render import raise_unsolved
-from headstock.runner.instances import FaultyBackend, Instance, Limits, load_instances, start_and_probe
-from headstock.runner.memory import plan_memory
+from headstock.runner.instances import Instance, Limits
+from headstock.runner.levels import Levels
 from headstock.runner.requirements import layer_groups, requirements
-from headstock.solver import answering
+from headstock.runner.selection import Selection, own_names
+from headstock.runner.step import Mixed, Steps
 
-
-class Segment(NamedTuple):
-    """One backend's share of a step: the batch it planned, and its rows of q, k, v and out (None: all)."""
-
-    backend: AttentionBackend
-    batch: ForwardBatch
-    rows: slice | None = None
+MAX_LEVELS = 3
+"""Most levels of shared prefixes in a batch: a system prompt, an example or a document, a conversation."""
 
 
 class ModelRunner:
@@ -77,7 +66,7 @@ class ModelRunner:
         offers: Iterable[Offer | Candidate | Plugin] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         progress: Progress | None = None,
-        mixed: Literal["extend", "split"] = "extend",
+        mixed: Mixed = "extend",
         seed: int = 0,
     ):
         self.config = model if isinstance(model, ModelConfig) else ModelConfig.from_folder(model)
@@ -85,18 +74,20 @@ class ModelRunner:
         self.dtype = self.device.default_dtype(self.config.dtype) if dtype == "auto" else dtype
         self.notices: list[str] = []
         self.max_context = self.config.max_context if max_context is None else max_context
-        self.mixed = mixed
-        self.limits = Limits(max_batch, max_tokens, max_plans=2 if mixed == "split" else 1)
+        self.mixed: Mixed = mixed
+        policy = policy or Policy()
+        levels = 0 if policy.cascade == "off" else MAX_LEVELS
+        self.limits = Limits(max_batch, max_tokens, max_plans=2 if mixed == "split" else 1, max_levels=levels)
         self._check_sizes()
 
-        self.candidates, plugins = _put_forward(installed() if offers is None else offers)
+        candidates, plugins = _put_forward(installed() if offers is None else offers)
         self.observers = Observers(plugins, self.notices.append)
-        kv = None if kv_dtype == "auto" else kv_dtype
-        self._choose(policy or Policy(), kv, self._by_own_name(options or {}), kv_tokens, progress)
+        self._choose(candidates, policy, kv_dtype, options or {}, kv_tokens, progress)
         self._load_model(model, progress, seed)
+        self._make_cache(always_share=policy.cascade == "on")
 
     def _check_sizes(self) -> None:
-        rows, tokens, _ = self.limits
+        rows, tokens, *_ = self.limits
         if self.mixed not in ("extend", "split"):
             raise HeadstockError("mixed is not a way to run a step", given=self.mixed, works='"extend" or "split"')
         for name, size, least in (
@@ -110,27 +101,15 @@ class ModelRunner:
             works = f"at most {self.config.max_context}, the model's own"
             raise HeadstockError("max_context is too long for this model", given=self.max_context, works=works)
 
-    def _by_own_name(self, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-        """Options by the names that their backends have themselves; those for a backend unheard of are refused."""
-        own = {}
-        for name, values in options.items():
-            found = next((each.name for each in self.candidates if each.answers_to(name)), None)
-            if found is None:
-                works = ", ".join(each.name for each in self.candidates) or "nothing: no backend is installed"
-                raise HeadstockError("there are options for a backend that nobody offers", given=name, works=works)
-            own[found] = values
-        return own
-
     def _choose(
         self,
+        candidates: list[Candidate],
         policy: Policy,
-        kv_dtype: str | None,
+        kv_dtype: str,
         options: Mapping[str, Mapping[str, Any]],
         kv_tokens: int | None,
         progress: Progress | None,
     ) -> None:
-        """Negotiates, and again without a backend that fails, until every chosen one has passed its probe."""
-
         def report(step: Preparation) -> None:
             if progress:
                 progress(step.what, step.done, step.total)
@@ -140,85 +119,17 @@ class ModelRunner:
             device=self.device.torch.type,
             compute_capability=self.device.compute_capability,
             dtype=self.dtype,
-            kv_dtype=kv_dtype,
+            kv_dtype=None if kv_dtype == "auto" else kv_dtype,
             max_context=self.max_context,
+            cascade=policy.cascade,
         )
-        last: BaseException | None = None
-        while True:
-            self.decision: Decision = negotiate(needs, self.candidates, policy)
-            if not self.decision.solved:
-                if isinstance(last, MemoryPlanError):  # nobody else can serve: less context or cache is the cure
-                    raise last
-                raise_unsolved(self.decision)
-            try:
-                self.roles = load_instances(
-                    self.decision, self.candidates, self.config, self.device, self.limits, options
-                )
-                self._plan_memory(kv_tokens, policy)
-                start_and_probe(self.instances, self.device, report)
-                break
-            except FaultyBackend as failure:
-                self._pass_over(failure, policy)
-                last = failure.error
-        self.notices += self.decision.notices
-        chosen = {instance.candidate.name for instance in self.instances}
-        unused = [name for name in options if name not in chosen]
-        self.notices += [f"the options of {name} are not used: another backend was chosen" for name in unused]
+        own = own_names(options, candidates)
+        chosen = Selection(self.config, self.device, needs, candidates, policy, self.limits, own, kv_tokens, report)
+        self.decision, self.roles, self.memory = chosen.decision, chosen.roles, chosen.memory
+        self.page_size, self.candidates = self.memory.page_size, chosen.candidates
+        self.instances: list[Instance] = chosen.instances
+        self.notices += chosen.notices
         self.observers.notify("on_decision", decision=self.decision)
-
-    def _pass_over(self, failure: FaultyBackend, policy: Policy) -> None:
-        """Takes a failed backend out of the roles that were left to negotiation; refuses where it was asked for.
-
-        One that was named for a phase, and chosen for the other too, stays for the phase that names it: it has to fail
-        in that alone to be refused.
-        """
-        candidate, asked = failure.candidate, self._asked_for(failure.candidate, policy)
-        phases = frozenset(phase for _, phase in asked)
-        remaining = failure.remains(phases)
-        failed = {(failure.group, phase) for phase in failure.phases}
-        if failed <= asked or remaining == candidate:  # the latter: named for the phase, but of another layer group
-            if isinstance(failure.error, MemoryPlanError):
-                raise failure.error
-            raise PluginError(str(failure), works="another backend", type="headstock doctor") from failure.error
-        but = f", but for {', '.join(sorted(phases))}, as asked for" if phases else ""
-        self.notices.append(f"{failure}; choosing again without {candidate.name}{but}")
-        self.candidates = [remaining if each is candidate else each for each in self.candidates]
-
-    def _asked_for(self, candidate: Candidate, policy: Policy) -> set[tuple[str, str]]:
-        """The groups and phases for which the user named this backend."""
-        chosen = {(need.group, need.phase): policy.chosen(need) for need in self.decision.requirements}
-        return {key for key, each in chosen.items() if each and candidate.name in answering(each[1], self.candidates)}
-
-    @property
-    def instances(self) -> list[Instance]:
-        """The distinct instances behind the roles."""
-        return list({id(instance): instance for instance in self.roles.values()}.values())
-
-    def _plan_memory(self, kv_tokens: int | None, policy: Policy) -> None:
-        """Plans the memory; where only workspaces are in the way, the largest that nobody asked for is at fault."""
-        self.page_size = self.decision.page_size or 1
-        groups = layer_groups(self.config)
-        plan = partial(
-            plan_memory,
-            self.device,
-            weights=weight_bytes(self.config, torch_dtype(self.dtype), self.device.torch),
-            bytes_per_page=sum(len(own) * self.roles[name, "extend"].bytes_per_page for name, own in groups.items()),
-            page_size=self.page_size,
-            wanted_tokens=self.limits.max_batch * self.max_context,
-            least_tokens=1,
-            kv_tokens=kv_tokens,
-        )
-        scratch = max(instance.bytes.scratch for instance in self.instances)
-        state = sum(instance.bytes.state for instance in self.instances)
-        try:
-            self.memory = plan(scratch=scratch, state=state)
-        except MemoryPlanError as error:
-            with suppress(MemoryPlanError):
-                plan(scratch=0, state=0)
-                instances = [(self._asked_for(each.candidate, policy), each) for each in self.instances]
-                _, greedy = max(instances, key=lambda pair: (not pair[0], sum(pair[1].bytes)))
-                raise FaultyBackend(greedy.candidate, error, greedy.spec.group, greedy.spec.phases) from error
-            raise
 
     def _load_model(self, model: str | Path | ModelConfig, progress: Progress | None, seed: int) -> None:
         self.model = model_class(self.config)(self.config, torch_dtype(self.dtype), self.device.torch)
@@ -226,15 +137,26 @@ class ModelRunner:
             self.model.init_random(seed)
         else:
             self.model.load(WeightSource(model), progress)
-        groups = layer_groups(self.config)
-        allocator = PageAllocator(self.memory.num_pages)
-        self.pages = PageTable(allocator, self.page_size, self.limits.max_batch, self.max_context)
-        self._group_of = {index: group for group, layers in groups.items() for index in layers}
-        self._layers: dict[int, AttentionLayer] = {}
-        for group, layers in groups.items():
+
+    def _make_cache(self, always_share: bool) -> None:
+        groups, memory = layer_groups(self.config), self.memory
+        rows, table_pages = self.limits.max_batch, memory.num_pages
+        windows = {
+            window: WindowPages(window, plan.num_pages, self.page_size, table_pages, rows)
+            for window, plan in memory.windows.items()
+        }
+        self.pages = PageTable(PageAllocator(table_pages), self.page_size, rows, self.max_context, windows)
+        layers: dict[int, AttentionLayer] = {}
+        for group, indices in groups.items():
             instance = self.roles[group, "extend"]
-            pool = KVPool(instance.spec, instance.layout, len(layers), self.memory.num_pages)
-            self._layers |= {i: AttentionLayer(i, view) for i, view in zip(layers, pool.views, strict=True)}
+            window = instance.spec.window
+            num_pages = memory.windows[window].num_pages if window else table_pages
+            pool = KVPool(instance.spec, instance.layout, len(indices), num_pages)
+            layers |= {i: AttentionLayer(i, view) for i, view in zip(indices, pool.views, strict=True)}
+        decoding = {group: self.roles[group, "decode"] for group in groups}
+        sharing = {group: each for group, each in decoding.items() if each.spec.max_levels}
+        levels = Levels(self.pages, self.device, sharing, always_share)
+        self.steps = Steps(self.pages, levels, self.device, self.roles, groups, layers, self.observers, self.mixed)
 
     @torch.inference_mode()
     def forward(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -254,76 +176,19 @@ class ModelRunner:
             )
         seq_lens = [self.pages.lengths[slot] + n for slot, n in zip(slots, query_lens, strict=True)]
         self.pages.reserve(dict(zip(slots, seq_lens, strict=True)))
-        parts = self._parts(query_lens)
-        batches = [self._batch(part, slots, query_lens, seq_lens) for part in parts]
-        order = [row for part in parts for row in part]
-        ids = torch.tensor([token for row in order for token in tokens[row]]).to(self.device.torch, non_blocking=True)
-        positions = batches[0].positions if len(batches) == 1 else torch.cat([batch.positions for batch in batches])
-        last = None  # of every row, which in a step of single tokens are all
-        if len(ids) > len(slots):
-            ends = torch.tensor([query_lens[row] for row in order]).cumsum(0) - 1
-            last = ends.to(self.device.torch, non_blocking=True)
+        step = self.steps.make(slots, tokens)
         try:
-            segments = self._plan(batches)
-            logits = self.model.forward(ids, positions, self._attend(segments), last)
+            segments = self.steps.plan(step)
+            logits = self.model.forward(step.ids, step.positions, self.steps.attend(segments), step.last)
         except BaseException as error:
-            error.add_note(f"a step of {self._served_by({batch.phase for batch in batches})} failed")
+            error.add_note(f"a step of {self.steps.served_by(step)} failed")
             raise
         for slot, count in zip(slots, query_lens, strict=True):
             self.pages.advance(slot, count)
         for group in segments.values():
             for segment in group:
                 self.observers.notify("after_forward", batch=segment.batch)
-        return logits if len(parts) == 1 else logits[torch.tensor(order).argsort().to(logits.device)]
-
-    def _parts(self, query_lens: Sequence[int]) -> list[list[int]]:
-        """The rows of each segment of a step. Split, a mixed step decodes its single tokens apart from the others."""
-        rows = range(len(query_lens))
-        if self.mixed == "extend":
-            return [list(rows)]
-        parts = [[row for row in rows if query_lens[row] == 1], [row for row in rows if query_lens[row] > 1]]
-        return [part for part in parts if part]
-
-    def _batch(
-        self, rows: Sequence[int], slots: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]
-    ) -> ForwardBatch:
-        slots, query_lens, seq_lens = ([each[row] for row in rows] for each in (slots, query_lens, seq_lens))
-        table = self.pages.rows(slots, max(seq_lens), self.device.torch)
-        return ForwardBatch.from_lengths(query_lens, seq_lens, table, self.page_size)
-
-    def _plan(self, batches: Sequence[ForwardBatch]) -> dict[str, list[Segment]]:
-        """Each group's segments of a step, planned. Groups share the page table; their batches differ in the plan."""
-        segments: dict[str, list[Segment]] = {}
-        for group in dict.fromkeys(self._group_of.values()):
-            start, segments[group] = 0, []
-            for batch in batches:
-                backend = self.roles[group, batch.phase].backend
-                assert backend is not None, "backends are started when they are chosen"
-                own = copy.copy(batch)
-                self.observers.notify("before_forward", batch=own)
-                backend.init_forward_metadata(own)
-                backend.init_forward_metadata_in_graph(own)
-                rows = None if len(batches) == 1 else slice(start, start := start + batch.num_tokens)
-                segments[group].append(Segment(backend, own, rows))
-        return segments
-
-    def _served_by(self, phases: set[Phase]) -> str:
-        candidates = [each.candidate for (_, role), each in self.roles.items() if role in phases]
-        return " and ".join(dict.fromkeys(f"{each.name} ({each.source})" for each in candidates))
-
-    def _attend(self, segments: Mapping[str, list[Segment]]) -> Any:
-        """What the model calls once per layer."""
-        layers = [(self._layers[i], segments[self._group_of[i]]) for i in range(self.config.num_layers)]
-
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-            layer, parts = layers[index]
-            for backend, batch, rows in parts:
-                if rows is None:
-                    backend.forward(q, k, v, layer, batch, out=out)
-                else:
-                    backend.forward(q[rows], k[rows], v[rows], layer, batch, out=out[rows])
-
-        return attend
+        return step.in_order_given(logits)
 
 
 def _put_forward(offers: Iterable[Offer | Candidate | Plugin]) -> tuple[list[Candidate], list[Plugin]]:

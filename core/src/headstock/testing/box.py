@@ -12,15 +12,15 @@ from headstock.ints import Ints
 Level = Literal["quick", "full"]
 Fields = dict[str, Any]
 
-PAGE_SIZES = (1, 2, 4, 16, 32, 64, 128, 256)
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+PAGE_SIZES = (1, 2, 3, 4, 16, 24, 32, 64, 128, 256)
+HEAD_DIMS = (20, 36, 64, 80, 96, 128, 192, 256)
 V_HEAD_DIMS = ((24, 16), (64, 32), (192, 128))
 GQA_RATIOS = tuple(range(1, 17))
 QUERY_LENS = (2, 3, 4, 8)
 RANDOM = 60
 """Random problems at the full level, for each record, phase and kind."""
 QUICK = {
-    "page_sizes": (1, 4, 16), "head_dims": (64, 80, 96), "gqa": (1, 3, 5, 7, 8), "query_lens": (2, 3),
+    "page_sizes": (1, 3, 4, 16), "head_dims": (20, 64, 80, 96), "gqa": (1, 3, 5, 7, 8), "query_lens": (2, 3),
 }  # fmt: skip
 """What the quick level keeps of each sweep; the full level keeps all."""
 
@@ -61,6 +61,8 @@ class Box:
         yield from self._lengths()
         for what, fields in [*self._shapes(), *self._features()]:
             yield what, "matches", self.batched(fields)
+        for what, fields in self._many():
+            yield what, "matches", fields
         yield from self._laws()
         if self.level == "full":
             for seed in range(RANDOM):
@@ -80,6 +82,25 @@ class Box:
             fields = {**self.base, "page_size": page} if self.paged else self.base
             yield f"page-{page}", "matches", {**fields, **self._batch(fields), **self._lse()}
 
+    def _many(self) -> Iterator[tuple[str, Fields]]:
+        """Many rows and long ones: what a small problem cannot show of blocks, splits and grids."""
+        rows, page = (33, 129) if self.level == "full" else (33,), self.base.get("page_size") or 4
+        few = {**self.base, "num_kv_heads": self._kv_heads(self.record.gqa_ratios.nearest(1))}
+        few["num_heads"] = few["num_kv_heads"] * self.record.gqa_ratios.nearest(1)
+        n = self.n or 1
+        for count in rows:
+            lens = tuple(n + i * 7 % (3 * page) for i in range(count))
+            yield f"rows-{count}", {**self.base, "max_batch": 160, "query_lens": (n,) * count, "seq_lens": lens}
+        for length in (1100, 2500) if self.level == "full" else (1100,):
+            if length in self.record.max_context:
+                new = self.n or 3
+                lens = (length, new + 5, length // 3)
+                yield f"long-{length}", {**few, "query_lens": (new,) * 3, "seq_lens": lens}
+        if self.record.sliding_window and 200 in self.record.max_context:
+            for window in (16, 33, 64):
+                lens = (window + n, 130 + n, 200)
+                yield f"long-window-{window}", {**few, "window": window, "query_lens": (n,) * 3, "seq_lens": lens}
+
     def _shapes(self) -> Iterator[tuple[str, Fields]]:
         """Head dims, ratios, dtypes, layouts and query lengths."""
         record, base = self.record, self.base
@@ -98,6 +119,16 @@ class Box:
             heads = {"num_kv_heads": self._kv_heads(ratio), "num_heads": self._kv_heads(ratio) * ratio}
             if heads["num_heads"] in record.num_heads:
                 yield f"gqa-{ratio}", {**base, **heads}
+        for kv_heads, ratio in ((3, record.gqa_ratios.nearest(3)), (8, record.gqa_ratios.nearest(4))):
+            if kv_heads * ratio in record.num_heads:
+                yield (
+                    f"kv-heads-{kv_heads}",
+                    {**base, "num_heads": kv_heads * ratio, "num_kv_heads": kv_heads},
+                )
+        yield "scale-1", {**base, "scale": 1.0}
+        yield "scale-0.1", {**base, "scale": 0.1}
+        yield "large-logits", {**base, "q_factor": 60.0}
+        yield "layer-7", {**base, "layer_index": 7}
         for count in sorted(record.num_heads.values or ()):
             ratio = next(r for r in range(1, count + 1) if count % r == 0 and r in record.gqa_ratios)
             yield f"heads-{count}", {**base, "num_heads": count, "num_kv_heads": count // ratio}
@@ -117,9 +148,11 @@ class Box:
         for kv_dtype in sorted(record.kv_dtypes - {"same", base["dtype"]}):
             yield f"kv-{kv_dtype}", {**base, "kv_dtype": kv_dtype}
             if record.kv_scales:  # the second pair reaches the ends of FP8, where a store must saturate
-                for k_scale, v_scale in ((0.04, 0.05), (0.002, 0.003)):
+                for k_scale, v_scale in ((0.04, 0.05), (0.002, 0.003), (1.5, 20.0), (0.5, 0.5)):
                     scales = {"k_scale": k_scale, "v_scale": v_scale}
                     yield f"kv-{kv_dtype}-scales-{k_scale}", {**base, "kv_dtype": kv_dtype, **scales}
+            for dtype in sorted(record.dtypes & {"float16", "bfloat16"}):
+                yield f"kv-{kv_dtype}-{dtype}", {**base, "dtype": dtype, "kv_dtype": kv_dtype}
         for order in ("ordered", "reversed", "interleaved"):
             yield f"pages-{order}", {**base, "order": order}
         for poison in ("inf", "huge"):
@@ -184,6 +217,10 @@ class Box:
         if self.paged:
             for law in ("mean", "cached", "strides"):
                 yield "batch", law, rows
+            if record.sliding_window:
+                yield "window", "cached", {**rows, "window": 3}
+            if self.phase == "decode" and (more := self._keep("query_lens", (2,), record.query_lens)):
+                yield f"query-len-{more[0]}", "cached", {**fields, **self._batch(self.base, more[0])}
             if record.lse and self.n == 1:
                 yield "parts", "merges", rows
             yield "batch", "plans", {**rows, **scaled, **special}

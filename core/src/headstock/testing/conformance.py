@@ -16,11 +16,13 @@ class AttentionConformance:
 
     `backend` is an installed backend's name, or an `Offer`; `device` as `headstock check --device` takes it. `xfail`
     maps names of cases, or globs of them, to the reason why they are expected to fail, strictly: one that passes is an
-    error. The tests themselves cannot be overridden.
+    error. With `pairs` what this backend caches is read by every other installed one, so that the cases depend on what
+    is installed. The tests themselves cannot be overridden.
     """
 
     backend: ClassVar[str | Offer]
     device: ClassVar[str] = "auto"
+    pairs: ClassVar[bool] = False
     xfail: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **arguments: Any) -> None:

@@ -116,8 +116,9 @@ def instances_hold_no_batch(backend: Backend, fields: Fields) -> None:
     """One instance serves larger and smaller batches by turns, and goes on after a forward that raised."""
     large = problem(fields)
     small = one_row(large, large.batch.num_real_reqs - 1)
+    moved = problem({**fields, "seed": 1})  # the same lengths on other pages
     rig = Rig(backend, large.spec)
-    for given in (small, large, small):
+    for given in (small, large, moved, small, *[large] * 24):
         given.compare(rig.run(given))
     batch, _ = large.fresh()
     rig.plan(batch)
@@ -133,21 +134,28 @@ def plans_live_side_by_side(backend: Backend, fields: Fields) -> None:
     """Two batches planned before either runs, and each plan serves layers that differ in cache, scales and sinks."""
     first = problem({**fields, "max_plans": 2})
     second = one_row(first, 0)
-    rig = Rig(backend, first.spec)
-    planned = [(given, *given.fresh()) for given in (first, second)]
-    for _, batch, _ in planned:
-        rig.plan(batch)
-    for given, batch, storage in [planned[0], planned[1]]:
-        given.compare(rig.forward(given, batch, storage))
+    moved = problem({**fields, "max_plans": 2, "seed": 1})  # the same lengths on other pages, for another instance
+    rig, neighbour = Rig(backend, first.spec), Rig(backend, first.spec)
+    planned = [(rig, first, *first.fresh()), (neighbour, moved, *moved.fresh()), (rig, second, *second.fresh())]
+    for stand, _, batch, _ in planned:
+        stand.plan(batch)
+    for stand, given, batch, storage in planned:
+        given.compare(stand.forward(given, batch, storage))
     scales = {"k_scale": first.k_scale * 2, "v_scale": first.v_scale * 4} if first.k_scale != 1.0 else {}
-    other = problem({**fields, "max_plans": 2, "content": 1, **scales})
-    other.compare(rig.forward(other, planned[0][1], other.fresh()[1]))
+    other = problem({**fields, "max_plans": 2, "content": 1, "layer_index": 1, **scales})
+    other.compare(rig.forward(other, planned[0][2], other.fresh()[1]))
 
 
 def strides_are_honoured(backend: Backend, fields: Fields) -> None:
     """A cache whose rows hold K and V side by side, and queries laid out by heads, give the same."""
     given = problem({**fields, "layout": PackedKV, "heads_first": True})
     given.compare(Rig(backend, given.spec).run(given))
+    mixed = problem(fields)  # as a model gives them that rotates keys into a tensor of their own
+    assert mixed.k is not None, "a problem with new tokens"
+    assert mixed.v is not None, "a problem with new tokens"
+    for k, v in ((mixed.k.contiguous(), mixed.v), (mixed.k, mixed.v.contiguous())):
+        each = replace(mixed, k=k, v=v)
+        each.compare(Rig(backend, each.spec).run(each))
 
 
 def offsets_are_64_bit(backend: Backend, fields: Fields) -> None:

@@ -405,6 +405,71 @@ class DenominatorOfAllLanes(Specimen):
         return out * (total - more.masked_fill(more == NOTHING, 0.0)).exp()[..., None], total
 
 
+class ScaleIgnored(Specimen):
+    """Scores are scaled by the head's size, whatever the model's scale."""
+
+    def scores(self, q: Tensor, keys: Tensor, layer: AttentionLayer, plan: Plan) -> Tensor:
+        return super().scores(q, keys * (self.spec.head_dim**-0.5 / self.spec.scale), layer, plan)
+
+
+class NoMaximum(Specimen):
+    """Logits are raised as they are, so that large ones overflow."""
+
+    def attend(self, scores: Tensor, values: Tensor, seen: Tensor, layer: AttentionLayer) -> State:
+        weights = scores.masked_fill(~seen[:, None], NOTHING).exp()
+        norm = weights.sum(-1)
+        out = (weights.transpose(1, 2)[..., None] * self.to_queries(values)).sum(1) / norm.clamp(min=1e-30)[..., None]
+        return out, norm.log()
+
+
+class LogitsClamped(Specimen):
+    """Logits beyond 30 count as 30."""
+
+    def scores(self, q: Tensor, keys: Tensor, layer: AttentionLayer, plan: Plan) -> Tensor:
+        return super().scores(q, keys, layer, plan).clamp(-30, 30)
+
+
+class TwoKeyHeads(Specimen):
+    """Key heads after the second are not read."""
+
+    def to_queries(self, x: Tensor) -> Tensor:
+        return super().to_queries(x[..., torch.arange(x.shape[-2], device=x.device).clamp(max=1), :])
+
+
+class SixteenRows(Specimen):
+    """Rows after the sixteenth see nothing."""
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(batch)
+        batch.metadata.seen &= (batch.metadata.rows < 16)[:, None]
+
+
+class ThousandKeys(Specimen):
+    """Keys after the 1024th are not read."""
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(batch)
+        seen = batch.metadata.seen
+        seen[:, 1024:] = False
+
+
+class FirstLayerOnly(Specimen):
+    """Layers after the first read no keys but the new ones."""
+
+    def attend(self, scores: Tensor, values: Tensor, seen: Tensor, layer: AttentionLayer) -> State:
+        return super().attend(scores, values, seen if layer.index == 0 else seen.tril(), layer)
+
+
+class StridesOfKeys(Specimen):
+    """Values are taken to be laid out as keys are."""
+
+    def write(self, layer: AttentionLayer, k: Tensor, v: Tensor | None, batch: ForwardBatch) -> None:
+        assert v is not None, "of keys and values"
+        room = (v.untyped_storage().nbytes() // v.itemsize) - v.storage_offset()
+        reach = sum((n - 1) * step for n, step in zip(v.shape, k.stride(), strict=True)) + 1
+        super().write(layer, k, v.as_strided(v.shape, k.stride()) if k.shape == v.shape and reach <= room else v, batch)
+
+
 # ---- the cache
 
 
@@ -586,6 +651,43 @@ class BrokenAfterException(Specimen):
         self.busy = True
         super().forward(q, k, v, layer, batch, out=out, lse=lse)
         self.busy = False
+
+
+class PlanByLengths(Specimen):
+    """Batches of lengths seen before are given the plan made then, pages and all."""
+
+    def __init__(self, spec: BackendSpec, workspace: Workspace):
+        super().__init__(spec, workspace)
+        self.known: dict[tuple[int, ...], Plan] = {}
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        if batch.graph:
+            super().init_forward_metadata_in_graph(batch)
+            return
+        key = (*batch.seq_lens.tolist(), *batch.query_indptr.tolist(), batch.page_size)
+        if key not in self.known:
+            super().init_forward_metadata_in_graph(batch)
+            self.known[key] = batch.metadata
+        batch.metadata = self.known[key]
+
+
+class WritesBesideOut(Specimen):
+    """The space between rows of the output is used."""
+
+    def forward(self, q: Tensor, k: Any, v: Any, layer: AttentionLayer, batch: ForwardBatch, *, out: Tensor,
+                lse: Tensor | None = None) -> None:  # fmt: skip
+        super().forward(q, k, v, layer, batch, out=out, lse=lse)
+        if out.stride(0) > out.shape[1] * out.stride(1):
+            out.as_strided((len(out),), (out.stride(0),), out.storage_offset() + out.shape[1] * out.stride(1)).zero_()
+
+
+class SeedsTheProcess(Specimen):
+    """Random numbers of the whole process begin anew."""
+
+    def forward(self, q: Tensor, k: Any, v: Any, layer: AttentionLayer, batch: ForwardBatch, *, out: Tensor,
+                lse: Tensor | None = None) -> None:  # fmt: skip
+        torch.manual_seed(layer.index + 1)
+        super().forward(q, k, v, layer, batch, out=out, lse=lse)
 
 
 class PlanInScratch(Specimen):

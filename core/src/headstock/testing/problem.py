@@ -51,13 +51,14 @@ class Problem:
     v_scale: float = 1.0
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    layer_index: int = 0
 
     def layer(self, storage: Tensor | None) -> AttentionLayer:
         """The layer over `storage`, this problem's own or a copy."""
         kv = None
         if storage is not None and self.layout is not None:
             kv = self.layout.view(storage, self.spec, self.k_scale, self.v_scale)
-        return AttentionLayer(0, kv, self.k_scale, self.v_scale, self.sinks, self.alibi_slopes)
+        return AttentionLayer(self.layer_index, kv, self.k_scale, self.v_scale, self.sinks, self.alibi_slopes)
 
     @cached_property
     def expected(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -143,6 +144,8 @@ def make_problem(
     poison: Poison = "nan",
     heads_first: bool = False,
     zero_queries: bool = False,
+    q_factor: float = 1.0,
+    layer_index: int = 0,
     layout: type[KVLayout] | None = None,
     seed: int = 0,
     content: int = 0,
@@ -156,7 +159,7 @@ def make_problem(
     lengths above the longest. `order` is how pages are dealt out, with `spare` ones left over; rows of a `shared`
     segment have the same first pages, told to the backend as shared levels unless `levels` is False. `poison` fills
     every slot that holds no key, and `heads_first` gives q, k and v the strides of [heads, tokens, dim]. Another
-    `content` draws other numbers for the very same batch.
+    `content` draws other numbers for the very same batch, and `q_factor` multiplies q, and so every logit.
     """
     random, shuffle = torch.Generator().manual_seed(seed + content), torch.Generator().manual_seed(seed)
     spec = make_spec(
@@ -198,13 +201,14 @@ def make_problem(
         batch=batch,
         layout=layout,
         storage=None if layout is None else _storage(layout, spec, num_pages, poison),
-        q=q.zero_() if zero_queries else q,
+        q=q.zero_() if zero_queries else q.mul_(q_factor),
         k=None if cross else k,
         v=None if cross else v,
         k_scale=k_scale,
         v_scale=v_scale,
         sinks=torch.randn(spec.num_heads, generator=random).to(device) if spec.sinks else None,
         alibi_slopes=torch.rand(spec.num_heads, generator=random).to(device) if spec.alibi else None,
+        layer_index=layer_index,
     )
     if table is not None:
         _fill(problem, table, q_lens, lens, len(seq_lens), cross, random)

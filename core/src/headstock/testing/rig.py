@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,25 +54,58 @@ class Rig:
         out, lse = outputs(problem)
         inputs = {"q": problem.q, "k": problem.k, "v": problem.v}
         before = _copies(batch) | {name: x.clone() for name, x in inputs.items() if x is not None}
-        self.instance.forward(problem.q, problem.k, problem.v, layer or problem.layer(storage), batch, out=out, lse=lse)
+        surroundings = _surroundings()
+        self.instance.forward(
+            problem.q, problem.k, problem.v, layer or problem.layer(storage), batch, out=out.view, lse=lse and lse.view
+        )
         _check_unchanged(batch, before, "forward changed the batch's", inputs)
         for name, memory in zip(("scratch", "state"), self._memory, strict=True):
             if not bool((memory[-GUARD:] == POISON).all()):
                 raise Trespass(f"it wrote past the end of its {name} workspace")
-        return Result(out, lse, storage)
+        for name, output in (("out", out), ("lse", lse)):
+            if output is not None and not output.kept_within():
+                raise Trespass(f"it wrote to {name} outside the rows and columns that it was given")
+        for name, value in _surroundings().items():
+            if value != surroundings[name]:
+                raise Trespass(f"it changed the process's {name}")
+        return Result(out.view, lse and lse.view, storage)
 
 
-def outputs(problem: Problem) -> tuple[Tensor, Tensor | None]:
-    """out and lse, poisoned, as views of something wider: a backend must honour strides and write every element."""
-    tokens, heads, dim, device = (
-        problem.batch.num_tokens,
-        problem.spec.num_heads,
-        problem.spec.v_head_dim,
-        problem.q.device,
-    )
-    out = torch.full((tokens, heads + 1, dim + 8), torch.nan, device=device).to(problem.q.dtype)[:, :heads, :dim]
-    lse = torch.full((tokens, heads + 1), torch.nan, device=device)[:, :heads] if problem.spec.lse else None
-    return out, lse
+class Output(NamedTuple):
+    """A tensor to be written, poisoned, as a part of something larger: strides matter, and so does every element."""
+
+    whole: Tensor
+    view: Tensor
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Output:
+        """One more row before and after, one more head, and 8 more columns where there are columns."""
+        tokens, heads, *dim = shape
+        whole = torch.full((tokens + 2, heads + 1, *(n + 8 for n in dim)), torch.nan, device=device).to(dtype)
+        return cls(whole, whole[1:-1, :heads, : dim[0]] if dim else whole[1:-1, :heads])
+
+    def kept_within(self) -> bool:
+        """Whether all around the part is as it was."""
+        around = self.whole.clone()
+        around[tuple(slice(0 if i else 1, n + (0 if i else 1)) for i, n in enumerate(self.view.shape))] = torch.nan
+        return bool(around.isnan().all())
+
+
+def outputs(problem: Problem) -> tuple[Output, Output | None]:
+    """out [T, Hq, Dv] and, where the spec wants it, lse [T, Hq]."""
+    heads, device = (problem.batch.num_tokens, problem.spec.num_heads), problem.q.device
+    lse = Output.of(heads, torch.float32, device) if problem.spec.lse else None
+    return Output.of((*heads, problem.spec.v_head_dim), problem.q.dtype, device), lse
+
+
+def _surroundings() -> dict[str, Any]:
+    """What all code of a process shares, and no kernel has any business with."""
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "number of threads": torch.get_num_threads(),
+        "random numbers": torch.get_rng_state().tolist()[:64],
+    }
 
 
 def _copies(batch: ForwardBatch) -> dict[str, Tensor]:
@@ -84,4 +119,6 @@ def _check_unchanged(
     for name, value in before.items():
         now = (inputs or {}).get(name, getattr(batch, name, None))
         if now is None or not torch.equal(now, value):
+            if now is not None:
+                now.copy_(value)  # other cases share it
             raise Trespass(f"{what} {name}, which is read-only")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any, Literal
 
-from headstock.backend import AttentionBackend
+from headstock.backend import AttentionBackend, BackendSpec, Workspace, WorkspaceBytes
 from headstock.capabilities import AXES
 from headstock.device import Device
 from headstock.errors import HeadstockError
 from headstock.ints import Ints
-from headstock.load import load_backend
+from headstock.load import load_backend, load_options
 from headstock.offer import Candidate, Offer
 from headstock.plugins import discover
 from headstock.testing.box import Level
@@ -22,6 +23,8 @@ from headstock.testing.cases import Case, cases, relays
 from headstock.testing.honesty import Claim, claims, examine, exercised
 from headstock.testing.laws import LAWS, other_reads_what_was_written
 
+LONGEST = 2000
+"""Characters of an exception's message that are worth showing."""
 Status = Literal["passed", "failed", "refused", "could be declared"]
 
 
@@ -44,8 +47,11 @@ class Suite:
     """Everything that can be asked of a backend on a device. `backend` is an installed one by name, or an offer.
 
     `device` is a torch device, "auto" the first GPU that the offer declares, else the CPU. `phase` and the glob `only`
-    narrow the cases. Raises HeadstockError for a name nobody offers, a backend that does not load, a device that it
-    does not declare, and a pattern that no case has.
+    narrow the cases; `options` are the backend's own, by default those of its model. With `pairs` other installed
+    backends read what this one has cached.
+
+    Raises HeadstockError for a name nobody offers, a backend that does not load, a device that it does not declare, and
+    a pattern that no case has.
     """
 
     def __init__(
@@ -56,18 +62,21 @@ class Suite:
         level: Level = "quick",
         phase: str | None = None,
         only: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        pairs: bool = True,
     ):
         others = discover()
         self.candidate = Candidate.of(backend) if isinstance(backend, Offer) else _find(backend, others)
         assert self.candidate.offer is not None, "a usable candidate has an offer"
         self.offer = self.candidate.offer
-        self.backend: type[AttentionBackend] = load_backend(self.candidate)
+        configured = load_options(self.offer, options or {})
+        self.backend: type[AttentionBackend] = _configured(load_backend(self.candidate), configured)
         self.device = _device(self.offer, device)
         self.level = level
         kind, capability = self.device.torch.type, self.device.compute_capability
         self._others = {other.name: other for other in others if other.usable and other.name != self.offer.name}
-        pairs = self._pairs(kind, capability) if phase is None else []
-        every: list[Case] = [*cases(self.offer, device=kind, capability=capability, level=level), *pairs]
+        every = cases(self.offer, device=kind, capability=capability, level=level)
+        every += self._pairs(kind, capability) if pairs and phase is None else []
         about = claims(self.offer, device=kind, capability=capability)
         self.cases = [case for case in every if _wanted(case.name, phase, only)]
         self.claims = [claim for claim in about if _wanted(claim.name, phase, only)]
@@ -111,8 +120,7 @@ class Suite:
 
     def describe(self, each: Case | Claim, error: BaseException) -> str:
         """A failure for people: what is wrong, the problem it is wrong on, and the command that runs it again."""
-        said = str(error).strip() or "no word of what is wrong"
-        what = said if isinstance(error, AssertionError) else f"{type(error).__name__}: {said}"
+        what = _said(error)
         problem = "\n".join(f"    {name} = {_shown(value)}" for name, value in sorted(each.fields.items()))
         again = f"headstock check {self.offer.name} --case {each.name}"
         if self.level == "full":
@@ -152,6 +160,40 @@ class Suite:
             for what, fields in relays(self.offer, other.offer, kind, capability):
                 found.append(Case(f"both-paged-read-by-{name}-{what}", "continues", fields, 0, name))
         return found
+
+
+def _said(error: BaseException) -> str:
+    """What an exception says, whatever it holds, and where a backend raised it."""
+    try:
+        said = str(error).strip() or "no word of what is wrong"
+    except Exception:
+        said = "its message cannot be read"
+    said = said[:LONGEST].encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(error, AssertionError):
+        return said
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"\n  at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+    return f"{type(error).__name__}: {said}{where}"
+
+
+def _configured(backend: type[AttentionBackend], options: Any) -> type[AttentionBackend]:
+    """The class with `options` in every spec that names none, as the runner puts them there."""
+    if options is None:
+        return backend
+
+    def given(spec: BackendSpec) -> BackendSpec:
+        return replace(spec, options=options) if spec.options is None else spec
+
+    class Configured(backend):  # type: ignore[misc, valid-type]
+        def __init__(self, spec: BackendSpec, workspace: Workspace):
+            super().__init__(given(spec), workspace)
+
+        @classmethod
+        def workspace_bytes(cls, spec: BackendSpec) -> WorkspaceBytes:
+            return backend.workspace_bytes(given(spec))
+
+    Configured.__name__, Configured.__doc__ = backend.__name__, backend.__doc__
+    return Configured
 
 
 def _find(name: str, candidates: list[Candidate]) -> Candidate:

@@ -20,6 +20,9 @@ from typing import Any
 
 from headstock.testing.suite import Outcome, Suite
 
+UNUSABLE = 77
+"""How a worker ends whose device an outcome, already told, has left unusable."""
+
 
 def outcomes(
     name: str, options: dict[str, Any], suite: Suite, timeout: float, jobs: int = 1
@@ -73,7 +76,7 @@ def _share(
 
 def _one_process(name: str, options: dict[str, Any], numbers: range, timeout: float) -> Iterator[Outcome | str]:
     """Outcomes of one worker; last, if it did not end of its own, what became of it, in words."""
-    read, write = os.pipe()
+    (read, write), ended = os.pipe(), 0
     command = [
         sys.executable,
         "-m",
@@ -92,13 +95,16 @@ def _one_process(name: str, options: dict[str, Any], numbers: range, timeout: fl
                     if not (line := lines.readline()):
                         break
                     yield Outcome(**json.loads(line))
+                    ended += 1
             finally:
                 if worker.poll() is None and sys.exc_info()[0] is not None:
                     worker.kill()
         code = worker.wait()
+    if code == UNUSABLE or ended == len(numbers):
+        return
     if code < 0:
         yield f"it killed the process with {signal.Signals(-code).name}"
-    elif code:
+    else:
         yield f"it ended the process with exit code {code}"
 
 
@@ -118,7 +124,8 @@ def main() -> None:
             outcome = suite.outcome(suite.everything()[number])
             print(json.dumps(asdict(outcome)), file=out, flush=True)
             if not outcome.good and not _usable(suite):
-                return
+                out.flush()
+                os._exit(UNUSABLE)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ COMMON: dict[str, Any] = {
     "alibi": True,
     "non_causal": True,
     "query_mask": True,
+    "cascade": True,
     "lse": True,
 }
 

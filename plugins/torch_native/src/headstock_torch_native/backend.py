@@ -11,6 +11,7 @@ from headstock import AttentionBackend, AttentionLayer, BackendSpec, ForwardBatc
 from headstock_torch_native import OFFER
 from headstock_torch_native.attend import matmul, sdpa
 from headstock_torch_native.plan import Block, plan
+from headstock_torch_native.state import State
 
 
 class TorchNative(AttentionBackend):
@@ -36,8 +37,11 @@ class TorchNative(AttentionBackend):
             raise HeadstockError("this instance was made without log-sum-exp", works="BackendSpec(lse=True)")
         if layer.kv is not None and k is not None and batch.out_cache_loc is not None:
             layer.kv.write(k, v, batch.out_cache_loc)
+        if batch.shared_levels:
+            self._cascade(q, k, v, layer, batch, out, lse)
+            return
         for block in batch.metadata:
-            self._attend(block, q, *self._read(block, k, v, layer), layer, out, lse)
+            self._attend(block, q, *self._read(block, k, v, layer), layer, out, lse, layer.sinks)
 
     def describe(self, batch: ForwardBatch) -> Mapping[str, str | int | bool]:
         """The way to attend ("sdpa" or "matmul"), and into how many blocks the batch was cut."""
@@ -60,9 +64,26 @@ class TorchNative(AttentionBackend):
             k, v = k.to(self.dtype), v.to(self.dtype)
         return k.view(block.rows, block.keys, *k.shape[1:]), v.view(block.rows, block.keys, *v.shape[1:])
 
+    def _cascade(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: AttentionLayer, batch: ForwardBatch,
+        out: Tensor, lse: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Attends block by block, a token in one block of every level, and merges what each of them gives."""
+        exact = torch.promote_types(q.dtype, torch.float32)
+        whole, part = (State.empty(out.shape, exact, out.device) for _ in range(2))
+        for block in batch.metadata:
+            self._attend(block, q, *self._read(block, k, v, layer), layer, *part, None)
+            State(*map(block.part, whole)).merge(State(*map(block.part, part)))
+        if layer.sinks is not None:
+            whole.sink(layer.sinks)
+        out.copy_(whole.out)
+        if lse is not None:
+            lse.copy_(whole.lse)
+
     def _attend(
-        self, block: Block, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, out: Tensor, lse: Tensor | None
-    ) -> None:
+        self, block: Block, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, out: Tensor, lse: Tensor | None,
+        sinks: Tensor | None,
+    ) -> None:  # fmt: skip
         spec = self.spec
         q, out = block.part(q), block.part(out)
         scale = spec.scale * layer.k_scale
@@ -71,5 +92,5 @@ class TorchNative(AttentionBackend):
             return
         matmul(
             q, k, v, out, None if lse is None else block.part(lse), mask=block.mask, distance=block.distance,
-            scale=scale, v_scale=layer.v_scale, softcap=spec.softcap, sinks=layer.sinks, slopes=layer.alibi_slopes,
+            scale=scale, v_scale=layer.v_scale, softcap=spec.softcap, sinks=sinks, slopes=layer.alibi_slopes,
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class Block:
     repeats the last key, so that nothing unwritten is read. A `fused` block attends by SDPA, which knows the triangle
     of a prompt as `causal` and takes any other mask as `sdpa_bias` gives it; another attends by matrix products, with
     a bool mask [rows, queries, keys] and, for ALiBi, `distance` of the same shape. No mask: every key is seen.
+
+    Rows that share a prefix attend to it as one row of all their queries, and each to its own keys in another block.
     """
 
     start: int
@@ -44,11 +47,15 @@ class Block:
 
 
 def plan(spec: BackendSpec, batch: ForwardBatch, dtype: torch.dtype) -> list[Block]:
-    """One block for a decode batch, whatever its lengths; for an extend batch one or more per row."""
+    """One block for a decode batch, whatever its lengths; for an extend batch one or more per row.
+
+    Before them comes a block for each run of rows that share a prefix, at every level.
+    """
     planner = _Planner(spec, batch, dtype)
+    shared = list(planner.shared())
     if batch.phase == "decode":
-        return [planner.decode()]
-    return list(planner.extend() if batch.query_mask is None else planner.trees())
+        return [*shared, planner.decode()]
+    return [*shared, *(planner.extend() if batch.query_mask is None else planner.trees())]
 
 
 class _Planner:
@@ -57,22 +64,53 @@ class _Planner:
     def __init__(self, spec: BackendSpec, batch: ForwardBatch, dtype: torch.dtype):
         self.spec, self.batch, self.dtype = spec, batch, dtype
         self.ordered = batch.causal or spec.window is not None  # no query sees a key after its own position
-        plain = not (spec.softcap or spec.sinks or spec.alibi or spec.lse)
+        plain = not (spec.softcap or spec.sinks or spec.alibi or spec.lse or batch.shared_levels)
         self.fused = plain and _all_see_keys(batch, self.ordered, spec.window)
         self.lens = batch.seq_lens.long()[:, None]
         self.firsts = self.lens - batch.query_indptr.diff()[:, None]  # the key index of each row's first query
+
+        self.begins = [0] * batch.num_reqs  # where each row's own keys begin, after what `shared` went through
+
+    def shared(self) -> Iterator[Block]:
+        """A block for each run of rows that share pages, at every level: all their queries as those of one row."""
+        size = self.batch.page_size
+        for level in self.batch.shared_levels:
+            rows, bounds = pairwise(level.row_indptr_cpu.tolist()), pairwise(level.page_indptr_cpu.tolist())
+            for (first, last), (begin, end) in zip(rows, bounds, strict=True):
+                if first < last and begin < end:
+                    pages = level.page_indices[begin:end, None].long()
+                    indices = self.begins[first] + self.arange(0, len(pages) * size)
+                    yield self.together(first, last, indices, (pages * size + self.arange(0, size)).flatten())
+                    self.begins[first:last] = [self.begins[first] + len(indices)] * (last - first)
+
+    def together(self, first: int, last: int, indices: Tensor, loc: Tensor) -> Block:
+        """The queries of rows `first` … `last` against keys of the prefix, of these indices and slots."""
+        batch, window = self.batch, self.spec.window
+        lens = [batch.query_len] * batch.num_reqs
+        if batch.phase == "extend":
+            lens = [n for _, _, n, _ in self.rows()]
+        start, stop = sum(lens[:first]), sum(lens[:last])
+        mask = distance = None
+        if self.spec.alibi or window is not None:
+            owner = self.lens.new_tensor([row for row in range(first, last) for _ in range(lens[row])])
+            begun = batch.positions[batch.query_indptr[owner].long()]
+            at = self.firsts[owner, 0] + batch.positions[start:stop] - begun  # the key index of each query
+            distance = (at[:, None] - indices)[None]
+            mask = None if window is None else distance < window
+        return Block(start, 1, stop - start, len(indices), loc, False, False, mask, distance)
 
     def decode(self) -> Block:
         """All rows at once, as wide as the longest may be; the host need not know more than that."""
         batch, window, n = self.batch, self.spec.window, self.batch.query_len
         host, rows = batch.seq_lens_cpu, slice(0, batch.num_reqs)
-        keys = batch.max_seq_len if host is None else int(host.max())
-        begin: Tensor | int = 0
+        own = None if host is None else [total - begin for total, begin in zip(host.tolist(), self.begins, strict=True)]
+        keys = batch.max_seq_len - min(self.begins) if own is None else max(own)
+        begin = self.lens.new_tensor(self.begins)[:, None] if batch.shared_levels else 0
         if window is not None and window + n - 1 < keys:
             keys = window + n - 1
-            begin = (self.lens - keys).clamp_(min=0)
+            begin = (self.lens - keys).clamp_(min=begin)
         indices = begin + self.arange(0, keys)
-        full = host is not None and int(host.min()) >= keys
+        full = own is not None and min(own) >= keys
         if full and batch.query_mask is None and (n == 1 or not self.ordered) and not self.spec.alibi:
             return self.block(rows, 0, n, indices)
         seen, distance = self.look(rows, 0, n, indices)
@@ -82,7 +120,7 @@ class _Planner:
         """A block per row, seeing what its mask among new tokens says."""
         area = 0
         for row, start, n, total in self.rows():
-            rows, indices = slice(row, row + 1), self.arange(0, total)
+            rows, indices = slice(row, row + 1), self.arange(self.begins[row], total)
             seen, distance = self.look(rows, start, n, indices, area)
             yield self.block(rows, start, n, indices, self.as_mask(seen), distance)
             area += n * n
@@ -99,7 +137,7 @@ class _Planner:
             for offset in range(0, n, n if maskless else chunk):
                 queries = n if maskless else min(chunk, n - offset)
                 first = total - n + offset  # the key that stands where the first query does
-                begin = 0 if window is None else max(first - window + 1, 0)
+                begin = max(self.begins[row], 0 if window is None else first - window + 1)
                 indices = self.arange(begin, max(first + queries, begin) if self.ordered else total)
                 mask = distance = None
                 if corner is not None and not triangle:

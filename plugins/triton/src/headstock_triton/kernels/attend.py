@@ -89,6 +89,8 @@ def attend(
         slope = tl.load(slopes + q_heads, mask=real, other=0.0) * LOG2E
     k += head.to(tl.int64) * k_head
     v += head.to(tl.int64) * v_head
+    # Plain logits are scaled where they are raised, by the multiplication that the subtraction brings along.
+    factor = 1.0 if CAP or ALIBI else scale
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -119,7 +121,10 @@ def attend(
             else:
                 keys = tl.load(k + at_k[:, None] + d[None, :])
             s = tl.dot(queried, tl.trans(keys.to(queried.dtype)), input_precision="tf32x3")
-            s = cap * tanh(s * scale) if CAP else s * scale
+            if CAP:
+                s = cap * tanh(s * scale)
+            elif ALIBI:
+                s *= scale
             key_stand = j
             if TREE:
                 new = inside & (j >= prefix)
@@ -141,7 +146,7 @@ def attend(
                 s = tl.where(seen, s, float("-inf"))
             new_top = tl.maximum(top, tl.max(s, 1))
             base = finite(new_top) if stretch != 1 else new_top
-            shrink, weights = tl.exp2(top - base), tl.exp2(s - base[:, None])
+            shrink, weights = tl.exp2((top - base) * factor), tl.exp2(s * factor - (base * factor)[:, None])
             norm = norm * shrink + tl.sum(weights, 1)
             if stretch != 1 or V_HEAD_DIM != BLOCK_V:
                 found = inside[:, None] & (dv < V_HEAD_DIM)[None, :]
@@ -153,7 +158,7 @@ def attend(
             top = new_top
 
     acc = acc * (v_scale / tl.where(norm > 0, norm, 1.0))[:, None]
-    total = finite(top) + log2(norm)
+    total = finite(top) * factor + log2(norm)
     if SPLIT:  # noqa: SIM102, not compiled where nothing is split
         if splits > 1:
             r = tl.arange(0, BLOCK_M)

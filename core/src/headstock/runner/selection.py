@@ -1,0 +1,154 @@
+"""The backends of one runner: negotiated, loaded, planned for and probed, and chosen again without one that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from headstock.backend import Report
+from headstock.decision import Decision
+from headstock.device import Device, torch_dtype
+from headstock.errors import HeadstockError, MemoryPlanError, PluginError
+from headstock.kv.window import WindowPages
+from headstock.models.config import ModelConfig
+from headstock.models.llama import weight_bytes
+from headstock.negotiate import negotiate
+from headstock.offer import Candidate
+from headstock.policy import Policy
+from headstock.render import raise_unsolved
+from headstock.requirement import Requirement
+from headstock.runner.instances import FaultyBackend, Instance, Limits, load_instances, start_and_probe
+from headstock.runner.memory import MemoryPlan, WindowPlan, plan_memory
+from headstock.runner.requirements import layer_groups
+from headstock.solver import answering
+
+
+class Selection:
+    """Who serves which role of a model, and on what memory.
+
+    A backend that fails to load, to start or to pass its probe, or whose workspace leaves no room for a cache, is
+    passed over for the next best in every role for which `policy` does not name it; each `notices` of it. Making one
+    raises NegotiationError where nobody can serve, MemoryPlanError where the cache does not fit, and PluginError for a
+    backend that was named and fails.
+
+    `decision` is what negotiation came to, `roles` has the instances by (group, role), `memory` is the plan, and
+    `candidates` are those that remain. `options` are by the names that backends have themselves.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: Device,
+        needs: Sequence[Requirement],
+        candidates: Sequence[Candidate],
+        policy: Policy,
+        limits: Limits,
+        options: Mapping[str, Mapping[str, Any]],
+        kv_tokens: int | None,
+        report: Report,
+    ):
+        self.config, self.device, self.limits, self.policy = config, device, limits, policy
+        self.candidates = list(candidates)
+        self.notices: list[str] = []
+        last: BaseException | None = None
+        while True:
+            self.decision: Decision = negotiate(needs, self.candidates, policy)
+            if not self.decision.solved:
+                if isinstance(last, MemoryPlanError):  # nobody else can serve: less context or cache is the cure
+                    raise last
+                raise_unsolved(self.decision)
+            try:
+                self.roles = load_instances(self.decision, self.candidates, config, device, limits, options)
+                self.memory = self._plan_memory(kv_tokens)
+                start_and_probe(self.instances, device, report)
+                break
+            except FaultyBackend as failure:
+                self._pass_over(failure)
+                last = failure.error
+        self.notices += self.decision.notices
+        chosen = {instance.candidate.name for instance in self.instances}
+        unused = [name for name in options if name not in chosen]
+        self.notices += [f"the options of {name} are not used: another backend was chosen" for name in unused]
+
+    @property
+    def instances(self) -> list[Instance]:
+        """The distinct instances behind the roles."""
+        return list({id(instance): instance for instance in self.roles.values()}.values())
+
+    def _pass_over(self, failure: FaultyBackend) -> None:
+        """Takes a failed backend out of the roles that were left to negotiation; refuses where it was asked for.
+
+        One that was named for a phase, and chosen for the other too, stays for the phase that names it: it has to fail
+        in that alone to be refused.
+        """
+        candidate, asked = failure.candidate, self._asked_for(failure.candidate)
+        phases = frozenset(phase for _, phase in asked)
+        remaining = failure.remains(phases)
+        failed = {(failure.group, phase) for phase in failure.phases}
+        if failed <= asked or remaining == candidate:  # the latter: named for the phase, but of another layer group
+            if isinstance(failure.error, MemoryPlanError):
+                raise failure.error
+            raise PluginError(str(failure), works="another backend", type="headstock doctor") from failure.error
+        but = f", but for {', '.join(sorted(phases))}, as asked for" if phases else ""
+        self.notices.append(f"{failure}; choosing again without {candidate.name}{but}")
+        self.candidates = [remaining if each is candidate else each for each in self.candidates]
+
+    def _asked_for(self, candidate: Candidate) -> set[tuple[str, str]]:
+        """The groups and phases for which the user named this backend."""
+        chosen = {(need.group, need.phase): self.policy.chosen(need) for need in self.decision.requirements}
+        return {key for key, each in chosen.items() if each and candidate.name in answering(each[1], self.candidates)}
+
+    def _plan_memory(self, kv_tokens: int | None) -> MemoryPlan:
+        """Plans the memory; where only workspaces are in the way, the largest that nobody asked for is at fault."""
+        config, need = self.config, self.decision.requirements[0]
+        page_size = self.decision.page_size or 1
+        sizes = self._bytes_per_page()
+        rows, tokens = self.limits.max_batch, self.limits.max_tokens
+        most = partial(WindowPages.enough, page_size=page_size, max_requests=rows, max_tokens=tokens)
+        plan = partial(
+            plan_memory,
+            self.device,
+            weights=weight_bytes(config, torch_dtype(need.dtype), self.device.torch),
+            bytes_per_page=sizes.pop(None, 0),
+            windows={window: WindowPlan(most(window), size) for window, size in sizes.items() if window},
+            page_size=page_size,
+            wanted_tokens=self.limits.max_batch * need.max_context,
+            least_tokens=1,
+            kv_tokens=kv_tokens,
+        )
+        scratch = max(instance.bytes.scratch for instance in self.instances)
+        state = sum(instance.bytes.state for instance in self.instances)
+        try:
+            return plan(scratch=scratch, state=state)
+        except MemoryPlanError as error:
+            with suppress(MemoryPlanError):
+                plan(scratch=0, state=0)
+                instances = [(self._asked_for(each.candidate), each) for each in self.instances]
+                _, greedy = max(instances, key=lambda pair: (not pair[0], sum(pair[1].bytes)))
+                raise FaultyBackend(greedy.candidate, error, greedy.spec.group, greedy.spec.phases) from error
+            raise
+
+    def _bytes_per_page(self) -> dict[int | None, int]:
+        """Bytes of a page over all layers that have this window, or none."""
+        sizes: dict[int | None, int] = {}
+        for group, layers in layer_groups(self.config).items():
+            instance = self.roles[group, "extend"]
+            window = instance.spec.window
+            sizes[window] = sizes.get(window, 0) + len(layers) * instance.bytes_per_page
+        return sizes
+
+
+def own_names(
+    options: Mapping[str, Mapping[str, Any]], candidates: Sequence[Candidate]
+) -> dict[str, Mapping[str, Any]]:
+    """Options by the names that their backends have themselves; those for a backend unheard of are refused."""
+    own = {}
+    for name, values in options.items():
+        found = next((each.name for each in candidates if each.answers_to(name)), None)
+        if found is None:
+            works = ", ".join(each.name for each in candidates) or "nothing: no backend is installed"
+            raise HeadstockError("there are options for a backend that nobody offers", given=name, works=works)
+        own[found] = values
+    return own
