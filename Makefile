@@ -34,6 +34,7 @@ bench: .venv/develops ## measure on this machine; figures go to benchmarks/resul
 	$(BIN)/python benchmarks/negotiate.py --json benchmarks/results/negotiate_cpu.json
 	$(BIN)/python benchmarks/startup.py --json benchmarks/results/startup.json
 	$(BIN)/python benchmarks/cpu.py --json benchmarks/results/cpu.json
+	$(BIN)/python benchmarks/engine_cpu.py --json benchmarks/results/engine_cpu.json --plot benchmarks/results/engine_cpu.svg
 
 # A machine with a GPU often has torch, triton and pytest and no network: the sources run as they stand, beside whatever
 # wheels (pydantic, pluggy, …) lie in .whl, brought from elsewhere: pip download --only-binary=:all: -d .whl pydantic …

@@ -175,7 +175,7 @@ def test_backends_and_explain_tell_of_sound_and_broken_ones(site, tiny_model):
     assert {name for name, _, fault in backends if fault is None} == {*SOUND, "torch-native"}
     broken = {distribution: fault["what"] for _, distribution, fault in backends if fault}
     assert broken == {f"{name}-dist": FAULTS[name] for name in BROKEN}
-    asked = ("headstock", "explain", "--device", "cpu", "--model", tiny_model, "--json")
+    asked = ("headstock", "explain", "--device", "cpu", "--cascade", "off", "--model", tiny_model, "--json")
     decision = json.loads(site.run(*asked, HEADSTOCK_PLUGINS=NO_TROUBLE).stdout)
     assert {winner["backend"] for choice in decision["choices"] for winner in choice["winners"]} == {"constructor"}
     refused = {each["source"]: each["fault"]["what"] for each in decision["refused"] if each["fault"]}

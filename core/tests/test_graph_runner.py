@@ -22,6 +22,7 @@ from headstock.testing.problem import make_spec
 from headstock.testing.specimen import Specimen
 
 CONTEXT, PAGE, SLOTS = 48, 4, 5
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 CONFIG = ModelConfig.from_hf(
     {
         "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -33,19 +34,26 @@ CONFIG = ModelConfig.from_hf(
 class Machine:
     """A tiny model over one paged cache, every slot's pages dealt beforehand, run eagerly or by graphs."""
 
-    def __init__(self, backend: type[Specimen] = Specimen, sizes: tuple[int, ...] = (1, 2, 4)):
+    def __init__(self, backend: type[Specimen] = Specimen, sizes: tuple[int, ...] = (1, 2, 4), device: str = "cpu"):
         width = CONTEXT // PAGE
-        self.table = torch.zeros(SLOTS + 1, width, dtype=torch.int32)
+        self.table = torch.zeros(SLOTS + 1, width, dtype=torch.int32, device=device)
         self.table[:SLOTS] = torch.randperm(SLOTS * width).view(SLOTS, width) + 1
-        fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "page_size": PAGE, "max_context": CONTEXT}
+        fields = {
+            "device": device,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 8,
+            "page_size": PAGE,
+            "max_context": CONTEXT,
+        }
         self.spec: BackendSpec = make_spec({**fields, "graph_buckets": tuple(GraphBucket(size) for size in sizes)}, [1])
         self.backend = backend(self.spec, Workspace(torch.zeros(0), torch.zeros(0)))
-        self.model = Llama(CONFIG, torch.float32)
+        self.model = Llama(CONFIG, torch.float32, device)
         self.model.init_random()
         pool = KVPool(self.spec, NHD, 3, SLOTS * width + 1)
         self.layers = [AttentionLayer(index, view) for index, view in enumerate(pool.views)]
         group = GraphBackend(backend.__name__, self.backend, self.spec, self.table)
-        self.graphs = GraphRunner(Device.open("cpu"), {"all": group}, self.run)
+        self.graphs = GraphRunner(Device.open(device), {"all": group}, self.run)
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, batches: Mapping[str, ForwardBatch]) -> torch.Tensor:
         def attend(index: int, q: Any, k: Any, v: Any, out: Any) -> None:
@@ -59,11 +67,12 @@ class Machine:
         batch = ForwardBatch.from_lengths(news, lens, self.table[slots], PAGE)
         self.backend.init_forward_metadata(batch)
         self.backend.init_forward_metadata_in_graph(batch)
-        return self.run(torch.tensor(tokens), batch.positions, {"all": batch})
+        return self.run(torch.tensor(tokens, device=self.table.device), batch.positions, {"all": batch})
 
 
-def test_a_replayed_generation_is_an_eager_one():
-    eager, replayed = Machine(), Machine()
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_replayed_generation_is_an_eager_one(device):
+    eager, replayed = Machine(device=device), Machine(device=device)
     replayed.table[:] = eager.table
     reports = replayed.graphs.capture()
     assert [report.bucket.batch for report in reports] == [4, 2, 1], "largest first"
@@ -156,8 +165,9 @@ def test_the_largest_batch_is_always_captured_and_nothing_beyond_it():
         bucket_sizes(4, [0])
 
 
-def test_exact_sizes_and_padded_ones_agree():
-    exact, padded = Machine(sizes=(1, 2, 3)), Machine(sizes=(4,))
+@pytest.mark.parametrize("device", DEVICES)
+def test_exact_sizes_and_padded_ones_agree(device):
+    exact, padded = Machine(sizes=(1, 2, 3), device=device), Machine(sizes=(4,), device=device)
     padded.table[:] = exact.table
     for machine in (exact, padded):
         machine.graphs.capture()

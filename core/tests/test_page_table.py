@@ -150,3 +150,23 @@ def test_no_page_is_ever_in_two_rows_and_none_is_lost(data, page_size, num_pages
         held = rows[rows > 0].tolist()
         assert len(set(held)) == len(held) == num_pages - 1 - pages.allocator.num_free
         assert (rows > 0).sum(1).tolist() == [-(-lengths[slot] // page_size) for slot in sorted(lengths)]
+
+
+def test_misuse_is_refused_and_changes_nothing():
+    pages = table()
+    slot = pages.open()
+    pages.reserve({slot: 6})
+    pages.advance(slot, 5)
+    for misuse in (
+        lambda: pages.advance(slot, -5),
+        lambda: pages.advance(slot, 50),
+        lambda: pages.reserve({slot: -1}),
+        lambda: pages.rows([-1], 4),
+        lambda: pages.rows([7], 4),
+        lambda: pages.length(1),
+        lambda: pages.allocator.allocate(-1),
+    ):
+        with pytest.raises(HeadstockError):
+            misuse()
+    assert pages.length(slot) == 5
+    assert pages.allocator.num_free == 6

@@ -459,12 +459,39 @@ def test_refusals_come_before_weights_are_read(folder, tmp_path):
         ({"kv_dtype": "int3"}, "int3"),
         ({"policy": Policy(backends={"all": "plian"})}, "'plain', perhaps"),
         ({"policy": Policy(kv_layouts={"all": "hdn"})}, "hdn"),
+        ({"max_batch": "4"}, "max_batch is a whole number; given: '4'"),
+        ({"max_batch": True}, "max_batch is a whole number; given: True"),
+        ({"max_tokens": 32.5}, "max_tokens is a whole number"),
+        ({"max_context": "64"}, "max_context is a whole number"),
+        ({"kv_tokens": 1.5}, "kv_tokens has the wrong type; given: 1.5; would work: a whole number"),
+        ({"policy": {}}, "policy has the wrong type"),
+        ({"options": {"plain": 5}}, 'would work: {"BACKEND": {"OPTION": VALUE}}'),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(folder, given, said):
     with pytest.raises(HeadstockError) as caught:
         runner(folder, **given)
     assert said in str(caught.value)
+
+
+def test_offers_that_are_none_are_refused(folder):
+    with pytest.raises(HeadstockError, match="offers are offers, candidates or plugins; given: 1"):
+        runner(folder, 1)
+
+
+def test_a_dtype_of_torch_is_taken_as_its_name(folder):
+    assert runner(folder, dtype=torch.float32).dtype == "float32"
+
+
+@pytest.mark.parametrize("tokens", [[-1], [3, 10**6]])
+def test_tokens_beyond_the_vocabulary_and_slots_not_open_run_nothing(folder, tokens):
+    running = runner(folder)
+    slot = running.pages.open()
+    with pytest.raises(HeadstockError, match="not in the vocabulary"):
+        running.forward([slot], [tokens])
+    with pytest.raises(HeadstockError, match="no request is open in this slot; given: 99"):
+        running.forward([99], [[1]])
+    assert running.pages.length(slot) == 0
 
 
 def test_without_any_backend_the_error_says_what_to_install(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -124,11 +125,13 @@ class Device:
             yield
             return
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says of its own switch that it does not see every wait
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
 
     def capture(self, run: Callable[[], None], pool: Any = None) -> DeviceGraph:
         """Records what `run` does on this device's current stream; `pool` is memory that captures share.

@@ -82,17 +82,18 @@ def test_two_hundred_replays_of_one_capture_have_an_eager_forwards_bits(fields):
         stand.replay([draw.randint(1, 32) for _ in range(draw.randint(1, 4))])
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch says so of its own switch
 def test_no_layer_of_a_step_waits_for_the_device():
     spec, batch, q, k, v, storage = big([1] * 4, [100, 200, 300, 4000], phase="decode")
     rig = Rig(TritonAttention, spec)
     layer = make_problem([1], [1], **REAL, dtype="bfloat16")
     problem = Problem(spec=spec, batch=batch, layout=layer.layout, storage=storage, q=q, k=k, v=v)
-    out = torch.empty_like(q)
+    view, out = problem.layer(storage), torch.empty_like(q)
     for mode in ("default", "error"):  # compiled first
         torch.cuda.set_sync_debug_mode(mode)
         try:
             rig.instance.init_forward_metadata(batch)
             rig.instance.init_forward_metadata_in_graph(batch)
-            rig.instance.forward(q, k, v, problem.layer(storage), batch, out=out)
+            rig.instance.forward(q, k, v, view, batch, out=out)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -36,6 +36,8 @@ class PageAllocator:
 
     def allocate(self, count: int) -> list[int]:
         """Takes `count` pages; raises OutOfPages, taking none, when fewer are free."""
+        if count < 0:
+            raise PageError("pages are taken by a count of 0 or more", given=count)
         self.require(count)
         pages = self._free[len(self._free) - count :][::-1]
         del self._free[len(self._free) - count :]

@@ -73,6 +73,11 @@ class PageTable:
         self.lengths[slot] = len(shared) * self.page_size
         return slot
 
+    def length(self, slot: int) -> int:
+        """The tokens of a row that are cached."""
+        self._check_open(slot)
+        return self.lengths[slot]
+
     def pages(self, slot: int) -> Sequence[int]:
         """The pages of a row, in order."""
         self._check_open(slot)
@@ -123,6 +128,8 @@ class PageTable:
             if num_tokens > self.max_context:
                 given = f"{num_tokens} tokens in a context of {self.max_context}"
                 raise RequestError("a request has outgrown its context", given=given)
+            if num_tokens < 0:
+                raise HeadstockError("a request holds no fewer than 0 tokens", given=num_tokens)
             if count := self.missing(slot, num_tokens):
                 missing[slot] = count
         for window in self.windows.values():
@@ -148,8 +155,13 @@ class PageTable:
     def advance(self, slot: int, num_tokens: int) -> None:
         """Counts `num_tokens` more tokens as cached."""
         self._check_open(slot)
+        room = len(self._pages[slot]) * self.page_size
+        if not 0 <= num_tokens <= room - self.lengths[slot]:
+            raise HeadstockError(
+                "cannot count tokens that have no room", given=f"{num_tokens} more than {self.lengths[slot]}",
+                works=f"0…{room - self.lengths[slot]}, or reserve() first",
+            )  # fmt: skip
         self.lengths[slot] += num_tokens
-        assert self.lengths[slot] <= len(self._pages[slot]) * self.page_size, "counted tokens that have no room"
 
     def close(self, slot: int) -> None:
         """Gives the slot and its own pages back."""
@@ -164,6 +176,8 @@ class PageTable:
 
     def rows(self, slots: Sequence[int], max_tokens: int, device: torch.device | str = "cpu") -> Tensor:
         """The rows of some requests, wide enough for `max_tokens` tokens: int32 [B, W] on `device`."""
+        if not all(0 <= slot < len(self._open) for slot in slots):
+            raise HeadstockError("there is no such slot", given=list(slots), works=f"0…{len(self._open) - 1}")
         width = self.pages_for(max_tokens)
         return torch.from_numpy(self._table[list(slots), :width]).to(device, non_blocking=True)
 

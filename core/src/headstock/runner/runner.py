@@ -45,10 +45,10 @@ class ModelRunner:
     Observers are called of the plugins among `offers`, and of those that candidates among them were discovered in: what
     is not offered is not heard. A plugin that only observes is offered as itself, as in `[*installed(), mine]`.
 
-    `dtype` and `kv_dtype` are torch names or "auto"; `max_batch` rows, `max_tokens` tokens per forward, `max_context`
-    tokens per request and `kv_tokens` tokens in the cache bound memory. A step of both single tokens and longer rows
-    is one EXTEND segment, or with `mixed="split"` a DECODE and an EXTEND segment. `notices` collects what the user
-    should know.
+    `dtype`, also as torch has it, and `kv_dtype` are torch names or "auto"; `max_batch` rows, `max_tokens` tokens per
+    forward, `max_context` tokens per request and `kv_tokens` tokens in the cache bound memory. A step of both single
+    tokens and longer rows is one EXTEND segment, or with `mixed="split"` a DECODE and an EXTEND segment. `notices`
+    collects what the user should know.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ModelRunner:
         model: str | Path | ModelConfig,
         *,
         device: str = "cpu",
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         kv_dtype: str = "auto",
         max_batch: int = 32,
         max_tokens: int = 2048,
@@ -71,10 +71,12 @@ class ModelRunner:
     ):
         self.config = model if isinstance(model, ModelConfig) else ModelConfig.from_folder(model)
         self.device = Device.open(device)
+        dtype = str(dtype).removeprefix("torch.")
         self.dtype = self.device.default_dtype(self.config.dtype) if dtype == "auto" else dtype
         self.notices: list[str] = []
         self.max_context = self.config.max_context if max_context is None else max_context
         self.mixed: Mixed = mixed
+        _check_types(policy, options, kv_tokens)
         policy = policy or Policy()
         levels = 0 if policy.cascade == "off" else MAX_LEVELS
         self.limits = Limits(max_batch, max_tokens, max_plans=2 if mixed == "split" else 1, max_levels=levels)
@@ -88,6 +90,9 @@ class ModelRunner:
 
     def _check_sizes(self) -> None:
         rows, tokens, *_ = self.limits
+        for name, number in (("max_batch", rows), ("max_tokens", tokens), ("max_context", self.max_context)):
+            if type(number) is not int:
+                raise HeadstockError(f"{name} is a whole number", given=repr(number))
         if self.mixed not in ("extend", "split"):
             raise HeadstockError("mixed is not a way to run a step", given=self.mixed, works='"extend" or "split"')
         for name, size, least in (
@@ -156,7 +161,10 @@ class ModelRunner:
         decoding = {group: self.roles[group, "decode"] for group in groups}
         sharing = {group: each for group, each in decoding.items() if each.spec.max_levels}
         levels = Levels(self.pages, self.device, sharing, always_share)
-        self.steps = Steps(self.pages, levels, self.device, self.roles, groups, layers, self.observers, self.mixed)
+        self.steps = Steps(
+            self.pages, levels, self.device, self.roles, groups, layers, self.observers, self.mixed,
+            self.config.vocab_size,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def forward(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -174,7 +182,7 @@ class ModelRunner:
                 given=f"slots {list(slots)} with {query_lens} tokens",
                 works=f"1…{self.limits.max_tokens} tokens in all",
             )
-        seq_lens = [self.pages.lengths[slot] + n for slot, n in zip(slots, query_lens, strict=True)]
+        seq_lens = [self.pages.length(slot) + n for slot, n in zip(slots, query_lens, strict=True)]
         self.pages.reserve(dict(zip(slots, seq_lens, strict=True)))
         step = self.steps.make(slots, tokens)
         try:
@@ -191,6 +199,22 @@ class ModelRunner:
         return step.in_order_given(logits)
 
 
+def _check_types(policy: object, options: object, kv_tokens: object) -> None:
+    """Refuses what could only fail later, and without a word of which argument it was."""
+    for name, given, works in (
+        ("policy", policy is None or isinstance(policy, Policy), "a headstock.policy.Policy"),
+        ("options", options is None or _is_nested(options), '{"BACKEND": {"OPTION": VALUE}}'),
+        ("kv_tokens", kv_tokens is None or type(kv_tokens) is int, "a whole number"),
+    ):
+        if not given:
+            value = {"policy": policy, "options": options, "kv_tokens": kv_tokens}[name]
+            raise HeadstockError(f"{name} has the wrong type", given=repr(value)[:80], works=works)
+
+
+def _is_nested(options: object) -> bool:
+    return isinstance(options, Mapping) and all(isinstance(own, Mapping) for own in options.values())
+
+
 def _put_forward(offers: Iterable[Offer | Candidate | Plugin]) -> tuple[list[Candidate], list[Plugin]]:
     """What takes part in negotiation, and the plugins behind it, each once."""
     candidates: list[Candidate] = []
@@ -199,6 +223,10 @@ def _put_forward(offers: Iterable[Offer | Candidate | Plugin]) -> tuple[list[Can
         if isinstance(each, Plugin):
             plugins.append(each)
             candidates += each.candidates()
+        elif not isinstance(each, Offer | Candidate):
+            raise HeadstockError(
+                "offers are offers, candidates or plugins", given=repr(each)[:80], works="[*discover()]"
+            )
         else:
             candidates.append(Candidate.of(each))
     plugins += [each.plugin for each in candidates if isinstance(each, Discovered)]

@@ -13,6 +13,7 @@ from torch import Tensor
 from headstock.backend import AttentionBackend
 from headstock.batch import ForwardBatch, SharedLevel, to_device
 from headstock.device import Device
+from headstock.errors import HeadstockError
 from headstock.kv.page_table import PageTable
 from headstock.layer import AttentionLayer
 from headstock.plugins import Observers
@@ -68,7 +69,7 @@ class Steps:
 
     Rows of one token are decoding. A step of both kinds is one EXTEND segment, or with `mixed="split"` a DECODE and an
     EXTEND segment. The rows of a DECODE segment run in the order that shared prefixes need, if `levels` finds some.
-    `groups` are the layers of each group, `layers` what backends are told of each.
+    Token ids are below `vocab_size`. `groups` are the layers of each group, `layers` what backends are told of each.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class Steps:
         layers: Mapping[int, AttentionLayer],
         observers: Observers,
         mixed: Mixed,
+        vocab_size: int,
     ):
+        self.vocab_size = vocab_size
         self.pages, self.levels, self.device = pages, levels, device
         self.roles, self.groups, self.layers = roles, groups, layers
         self.observers, self.mixed = observers, mixed
@@ -100,7 +103,11 @@ class Steps:
             parts.append(Part(self._batches([slots[row] for row in rows], query_lens), shared.levels))
             order += rows
         device = self.device.torch
-        ids = to_device(device, np.array([token for row in order for token in tokens[row]], dtype=np.int64))
+        flat = np.array([token for row in order for token in tokens[row]], dtype=np.int64)
+        if not 0 <= flat.min() <= flat.max() < self.vocab_size:
+            works = f"0…{self.vocab_size - 1}, the model's vocabulary"
+            raise HeadstockError("a token is not in the vocabulary", given=f"{flat.min()}…{flat.max()}", works=works)
+        ids = to_device(device, flat)
         positions = [part.batches[None].positions for part in parts]
         last = None
         if len(ids) > len(slots):

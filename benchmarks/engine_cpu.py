@@ -1,6 +1,6 @@
 """The engine on a CPU: what a step costs beside the model, what a prefix cache brings, and peers by turns.
 
-    python benchmarks/engine.py [--rounds N] [--requests N] [--json FILE] [--plot FILE.svg]
+    python benchmarks/engine_cpu.py [--rounds N] [--requests N] [--json FILE] [--plot FILE.svg]
 
 - *step*: milliseconds of a decode step of which model and attention take no time, by batch: the scheduler, page tables
   and batches, sampling, detokenising. What a backend plans of its own comes on top.
