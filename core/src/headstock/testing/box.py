@@ -259,6 +259,8 @@ class Box:
             small[name] = self.base["num_heads"] // self.base["num_kv_heads"] if name == "num_heads" else 1
         if small["num_heads"] not in self.record.num_heads:
             small |= {name: self.base[name] for name in ("num_heads", "num_kv_heads")}
+        if "extend" in self.record.phases:
+            small["phases"] = frozenset({"extend", "decode"})
         yield "replay", "graph", {**small, "query_len": self.n}
         for what, fields in self._settings():
             n = fields.get("query_len", self.n)

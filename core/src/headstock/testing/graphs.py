@@ -92,9 +92,14 @@ class _Stand:
             assert torch.equal(replayed.out, eager.out), "a replay has other bits than an eager forward of the batch"
 
     def eager_between(self) -> None:
-        """A forward that is not captured, of more rows than any bucket, on the same instance."""
+        """Forwards that are not captured, on the same instance: one that raises, one of more rows than any bucket, and
+        where the instance serves the other phase too, one of that."""
         given = self._problem([self.n + 6] * (SIZES[-1] + 1))
+        self.rig.raises(given)
         given.compare(self.rig.run(given))
+        if "extend" in self.spec.phases:
+            other = make_problem([3, 1, 7], [3, 9, 8], **{**self.fields, "phase": "extend"})
+            other.compare(self.rig.run(other))
 
     def _problem(self, lens: list[int]) -> Problem:
         return make_problem([self.n] * len(lens), lens, **{**self.fields, "phase": "decode", "seed": sum(lens)},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -14,7 +13,6 @@ import torch
 
 from headstock.backend import AttentionBackend
 from headstock.batch import ForwardBatch
-from headstock.layer import AttentionLayer
 from headstock.testing.graphs import replays_equal_eager
 from headstock.testing.layouts import Far, PackedKV
 from headstock.testing.problem import Problem, Result, close, make_problem
@@ -120,12 +118,7 @@ def instances_hold_no_batch(backend: Backend, fields: Fields) -> None:
     rig = Rig(backend, large.spec)
     for given in (small, large, moved, small, *[large] * 24):
         given.compare(rig.run(given))
-    batch, _ = large.fresh()
-    rig.plan(batch)
-    with suppress(Broken):
-        rig.instance.forward(
-            large.q, large.k, large.v, _BrokenLayer(large), batch, out=torch.empty_like(large.q), lse=None
-        )
+    rig.raises(large)
     for given in (small, large):
         given.compare(rig.run(given))
 
@@ -294,18 +287,6 @@ def span(whole: Problem, first: int, stop: int, phase: Any) -> Problem:
     assert whole.k is not None, "a problem with new tokens"
     assert whole.v is not None, "a problem with new tokens"
     return replace(whole, batch=single, q=whole.q[part], k=whole.k[part], v=whole.v[part])
-
-
-class Broken(Exception):
-    """What a layer raises that is there to fail."""
-
-
-def _BrokenLayer(given: Problem) -> AttentionLayer:
-    class View:
-        def __getattr__(self, name: str) -> Any:
-            raise Broken(name)
-
-    return replace(given.layer(None), kv=View())  # type: ignore[arg-type]
 
 
 def _near(given: Problem) -> Problem:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,24 @@ class Rig:
             if value != surroundings[name]:
                 raise Trespass(f"it changed the process's {name}")
         return Result(out.view, lse and lse.view, storage)
+
+    def raises(self, problem: Problem) -> None:
+        """A planned forward that fails halfway, in the cache that it is given."""
+        batch, _ = problem.fresh()
+        self.plan(batch)
+        out, lse = outputs(problem)
+        layer = replace(problem.layer(None), kv=_BrokenView())  # type: ignore[arg-type]
+        with suppress(BrokenCache):
+            self.instance.forward(problem.q, problem.k, problem.v, layer, batch, out=out.view, lse=lse and lse.view)
+
+
+class BrokenCache(Exception):
+    """What a cache raises that is there to fail."""
+
+
+class _BrokenView:
+    def __getattr__(self, name: str) -> Any:
+        raise BrokenCache(name)
 
 
 class Output(NamedTuple):

@@ -176,7 +176,7 @@ class Specimen(AttentionBackend):
 
     def bias(self, logits: Tensor, slopes: Tensor, plan: Plan) -> Tensor:
         assert plan.back is not None, "planned before it is run"
-        return logits - slopes[:, None] * plan.back[:, None]
+        return logits - slopes.to(logits.dtype)[:, None] * plan.back[:, None]
 
     def to_queries(self, x: Tensor) -> Tensor:
         """[…, Hkv, D] → […, Hq, D]: a key head for each query head of its group."""
