@@ -43,7 +43,7 @@ build/site: $(wildcard .whl/*.whl)
 	touch $@
 
 gpu-test: $(if $(wildcard .whl/*.whl),build/site) ## the conformance suite in full, and the host, on this machine's GPU; kernels compile for some 20 minutes
-	PYTHONPATH=$(SOURCES):build/site $(PYTHON) -m pytest -p headstock.pytest_plugin --conformance=full plugins tests/test_gpu.py
+	PYTHONPATH=$(SOURCES):build/site $(PYTHON) -m pytest -p headstock.pytest_plugin --conformance=full plugins tests/test_gpu.py core/tests/test_graph_runner.py
 
 gpu-bench: $(if $(wildcard .whl/*.whl),build/site) ## measure on this machine's GPU; figures go to benchmarks/results
 	PYTHONPATH=$(SOURCES):build/site $(PYTHON) benchmarks/triton_attention.py --json benchmarks/results/triton_gpu.json

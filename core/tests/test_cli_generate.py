@@ -18,7 +18,6 @@ from io import TextIOWrapper
 import pytest
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from headstock.cli.main import main
 from headstock.engine.generate import Generator
@@ -69,15 +68,10 @@ def attention_backends():
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(tmp_path_factory, byte_vocabulary):
     """A model folder with random weights and a tokenizer of bytes; its context holds 64 tokens."""
     folder = tmp_path_factory.mktemp("model")
-    vocabulary = Tokenizer(models.BPE())
-    vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    vocabulary.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    vocabulary.train_from_iterator([], trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet))
-    vocabulary.save(str(folder / "tokenizer.json"))
+    byte_vocabulary.save(str(folder / "tokenizer.json"))
     config = {
         "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,

@@ -12,8 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from tokenizers import Tokenizer as Vocabulary
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from headstock import ANY, AttentionBackend, Capabilities, ModelRunner, Offer
 from headstock.engine.async_engine import AsyncEngine
@@ -25,6 +23,8 @@ from headstock.models.config import ModelConfig
 from headstock.models.llama import weight_shapes
 from headstock.negotiate import Policy
 from headstock.runner.sampler import Sampler, SamplingRow
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 RAW = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -71,25 +71,11 @@ def offer():
     return Offer(name="plain", backend=Plain, capabilities=can)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Matrices this small only wait for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, byte_vocabulary):
     """A model folder with random weights and a token per byte; one token is poisoned."""
     made = tmp_path_factory.mktemp("model")
-    vocabulary = Vocabulary(models.BPE())
-    vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    vocabulary.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    vocabulary.train_from_iterator([], trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet))
-    vocabulary.save(str(made / "tokenizer.json"))
+    byte_vocabulary.save(str(made / "tokenizer.json"))
     (made / "config.json").write_text(json.dumps(RAW), encoding="utf-8")
     random = torch.Generator().manual_seed(3)
     drawn = {

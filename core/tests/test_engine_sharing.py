@@ -23,6 +23,8 @@ from headstock.models.llama import weight_shapes
 from headstock.policy import Policy
 from headstock.testing.specimen import CAPABILITIES, Specimen
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RAW = {
     "model_type": "qwen2", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96,
@@ -50,15 +52,6 @@ class Watched(Specimen):
 
 def offer(name="watched", **changes):
     return Offer(name=name, backend=Watched, capabilities=CAPABILITIES.model_copy(update=changes))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Matrices this small only wait for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,8 @@ from headstock.models.weights import WeightSource
 from headstock.negotiate import Policy
 from headstock.offer import Candidate, Fault
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RAW = {
     "model_type": "qwen2", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96,
@@ -79,15 +81,6 @@ def offer(
         preference=preference, host_lengths="exact",
     )  # fmt: skip
     return Offer(name=name, backend=backend, capabilities=can, **fields)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Matrices this small only wait for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -201,14 +201,13 @@ class ModelRunner:
 
 def _check_types(policy: object, options: object, kv_tokens: object) -> None:
     """Refuses what could only fail later, and without a word of which argument it was."""
-    for name, given, works in (
-        ("policy", policy is None or isinstance(policy, Policy), "a headstock.policy.Policy"),
-        ("options", options is None or _is_nested(options), '{"BACKEND": {"OPTION": VALUE}}'),
-        ("kv_tokens", kv_tokens is None or type(kv_tokens) is int, "a whole number"),
+    for name, given, fits, works in (
+        ("policy", policy, isinstance(policy, Policy), "a headstock.policy.Policy"),
+        ("options", options, _is_nested(options), '{"BACKEND": {"OPTION": VALUE}}'),
+        ("kv_tokens", kv_tokens, type(kv_tokens) is int, "a whole number"),
     ):
-        if not given:
-            value = {"policy": policy, "options": options, "kv_tokens": kv_tokens}[name]
-            raise HeadstockError(f"{name} has the wrong type", given=repr(value)[:80], works=works)
+        if given is not None and not fits:
+            raise HeadstockError(f"{name} has the wrong type", given=repr(given)[:80], works=works)
 
 
 def _is_nested(options: object) -> bool:

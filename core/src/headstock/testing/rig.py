@@ -123,7 +123,7 @@ def _surroundings() -> dict[str, Any]:
         "default dtype": torch.get_default_dtype(),
         "grad mode": torch.is_grad_enabled(),
         "number of threads": torch.get_num_threads(),
-        "random numbers": torch.get_rng_state().tolist()[:64],
+        "random numbers": torch.get_rng_state().numpy().tobytes(),
     }
 
 

@@ -120,8 +120,8 @@ def main() -> None:
     name, options, numbers, descriptor = json.loads(sys.argv[1])
     suite = Suite(name, **options)
     with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-        for number in range(*numbers):
-            outcome = suite.outcome(suite.everything()[number])
+        for each in suite.everything()[slice(*numbers)]:
+            outcome = suite.outcome(each)
             print(json.dumps(asdict(outcome)), file=out, flush=True)
             if not outcome.good and not _usable(suite):
                 out.flush()
