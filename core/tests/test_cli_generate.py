@@ -24,7 +24,7 @@ from headstock.engine.generate import Generator
 from headstock.engine.sampling import SamplingParams
 from headstock.engine.tokenizer import Tokenizer as ModelTokenizer
 from headstock.models.config import ModelConfig
-from headstock.models.llama import weight_shapes
+from headstock.models.shapes import weight_shapes
 from headstock.runner.runner import ModelRunner
 
 START = "from headstock.cli.main import main; main()"
@@ -199,6 +199,19 @@ def test_standard_input(generate, directly, monkeypatch, tmp_path):
     assert [out] == [text + "\n" for text in directly(("päth", SamplingParams(max_tokens=6)))]
 
 
+@pytest.mark.parametrize("encoding", [{"encoding": "utf-8"}, {"encoding": "ascii", "errors": "surrogateescape"}])
+def test_standard_input_is_taken_as_it_is(generate, monkeypatch, tmp_path, encoding):
+    def lines(content):
+        (tmp_path / "prompts").write_bytes(content)
+        with TextIOWrapper((tmp_path / "prompts").open("rb"), **encoding) as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            return generate("--prompt-file", "-", "--raw", "--quiet", "--max-tokens", 1)
+
+    out = lines('\ufeff{"prompt":\r"äh"}\r\n{"prompt": "b"}'.encode())[1]
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["äh", "b"]
+    assert refused(lines(b'{"prompt": "\xff"}'), "cannot read standard input")
+
+
 def test_choices_reach_negotiation_and_their_origin_is_told(generate, tmp_path):
     (tmp_path / "headstock.toml").write_text('page-size = 4\nmax-tokens = 2\ndtype = "bfloat16"\n', encoding="utf-8")
     code, _, err = generate("Hi", "--attention-backend", "Simple")
@@ -274,6 +287,32 @@ def test_an_earlier_output_survives_a_refusal(generate, model, tmp_path):
     output.write_text("earlier", encoding="utf-8")
     assert refused(generate("Hi", "--model", folder, "--output", output), "model.safetensors")
     assert output.read_text(encoding="utf-8") == "earlier"
+    assert refused(generate("x" * 40, "--raw", "--kv-tokens", 48, "--output", output), "never fit into the KV cache")
+    assert output.read_text(encoding="utf-8") == "earlier"
+
+
+def test_an_output_whose_lines_could_not_be_put_in_order_is_refused(generate, tmp_path, monkeypatch):
+    output, access = tmp_path / "out.jsonl", os.access
+    output.write_text("earlier", encoding="utf-8")
+    monkeypatch.setattr(os, "access", lambda path, mode: access(path, mode) and path != tmp_path)
+    assert refused(generate("Hi", "--output", output), "out.jsonl: its folder is not writable")
+    assert output.read_text(encoding="utf-8") == "earlier"
+
+
+def test_a_run_tells_how_long_answers_took_and_whether_the_cache_was_too_small(generate, tmp_path):
+    file = jsonl(tmp_path / "in.jsonl", *({"prompt": f"{i}" * 8, "max_tokens": 40} for i in range(3)))
+    err = generate("--prompt-file", file, "--raw", "--kv-tokens", 64, "--page-size", 4)[2]
+    assert re.search(r"the first token after \d+\.\d\d s, then one every \d+ ms; \d+ preemptions: the cache", err), err
+    assert "preemptions" not in generate("Hi", "--max-tokens", 2)[2]
+
+
+def test_prompts_are_not_overwritten_with_their_answers(generate, tmp_path):
+    file, link = jsonl(tmp_path / "in.jsonl", {"prompt": "one"}), tmp_path / "link"
+    link.symlink_to(file)
+    before = file.read_bytes()
+    for output in (file, link, tmp_path / "." / "in.jsonl"):
+        assert refused(generate("--prompt-file", file, "--raw", "--output", output), "is the file of the prompts")
+    assert file.read_bytes() == before
 
 
 def test_a_tokenizer_of_another_model_is_refused(generate, model, tmp_path):
@@ -464,12 +503,25 @@ def test_a_killed_run_leaves_every_line_that_was_finished(generate, plain, model
     assert set(kept) <= set(lines)
 
 
-def test_ctrl_c_ends_a_streamed_answer_with_a_line_break(plain, model, tmp_path):
+def test_a_second_ctrl_c_interrupts_at_once_and_without_a_word(plain, model, tmp_path):
+    file, output = jsonl(tmp_path / "in.jsonl", *RECORDS), tmp_path / "out.jsonl"
+    process = slow_process(model, tmp_path, "--prompt-file", file, "--max-batch", 2, "--output", output, "--quiet")
+    until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 130
+    assert all(json.loads(line)["text"] for line in output.read_bytes().splitlines())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_streamed_answer_with_a_line_break(plain, model, tmp_path, number, code):
     process = slow_process(model, tmp_path, "Hi", "--max-tokens", 60, "--temperature", 1)
     process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    assert process.returncode == code, err
     assert out.endswith("\n")
     assert err.splitlines()[-1] == "headstock: interrupted, 0 of 1 prompts answered"
     assert "Traceback" not in err
@@ -488,6 +540,20 @@ def test_an_output_cut_anywhere_becomes_whole_again(generate, tmp_path):
         assert generate(*flags, "--resume") == (0, "", "")
         assert output.read_bytes() == whole
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_prompt_that_failed_is_tried_again(generate, tmp_path):
+    file, output = jsonl(tmp_path / "in.jsonl", *RECORDS), tmp_path / "out.jsonl"
+    flags = ["--prompt-file", file, "--raw", "--output", output]
+    assert generate(*flags)[0] == 0
+    whole = output.read_bytes()
+    for failed in ([1, 4], range(5)):
+        answers = [json.loads(line) for line in whole.splitlines()]
+        for index in failed:
+            answers[index] |= {"text": "", "finish_reason": "error", "error": "not finite"}
+        jsonl(output, *answers)
+        assert generate(*flags, "--resume")[0] == 0
+        assert list(map(json.loads, output.read_bytes().splitlines())) == list(map(json.loads, whole.splitlines()))
 
 
 def test_more_prompts_may_follow_and_nothing_is_run_twice(generate, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import sys
 from collections import defaultdict
 from functools import cache
 
@@ -11,92 +11,53 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
-from headstock import ANY, AttentionBackend, Capabilities, ModelRunner, Offer
+from headstock import ModelRunner
 from headstock.engine.async_engine import AsyncEngine
 from headstock.engine.engine import Engine
 from headstock.engine.sampling import SamplingParams
 from headstock.engine.tokenizer import Tokenizer
-from headstock.errors import HeadstockError, OutOfPages, PageError, RequestError
-from headstock.models.config import ModelConfig
-from headstock.models.llama import weight_shapes
+from headstock.errors import HeadstockError, OutOfPages, PageError, PluginError, RequestError
 from headstock.negotiate import Policy
 from headstock.runner.sampler import Sampler, SamplingRow
+from headstock.testing.specimen import OFFER, Specimen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RAW = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
 POISON = 255
-"""The token whose key and value are NaN: whoever attends to it has no finite logits."""
+"""The token of the model without finite logits."""
 
 
-class Plain(AttentionBackend):
-    """Attention in float64, a request at a time; `seen` collects its batches, and step `fail_at` from now fails."""
+class Watched(Specimen):
+    """The specimen, whose `seen` collects its batches and whose step `fail_at` from now fails, in the last layer."""
 
     def __init__(self, spec, workspace):
         super().__init__(spec, workspace)
         self.seen, self.fail_at = [], 0
 
     def init_forward_metadata(self, batch):
+        super().init_forward_metadata(batch)
         self.seen.append((batch.phase, batch.num_reqs, batch.num_tokens))
         self.fail_at -= 1
-        batch.metadata = batch.csr("all")
 
     def forward(self, q, k, v, layer, batch, *, out, lse=None):
         if self.fail_at == 0 and layer.index == 1:
             raise RuntimeError("the device is gone")
-        layer.kv.write(k, v, batch.out_cache_loc)
-        size, group = self.spec.page_size, self.spec.num_heads // self.spec.num_kv_heads
-        for row in range(batch.num_reqs):
-            start, end = batch.query_indptr[row : row + 2].tolist()
-            length = int(batch.seq_lens[row])
-            first, last = batch.metadata.page_indptr[row : row + 2].tolist()
-            pages = batch.metadata.page_indices[first:last].long()
-            loc = (pages[:, None] * size + torch.arange(size)).flatten()[:length]
-            keys, values = (x.double().repeat_interleave(group, 1) for x in layer.kv.gather(loc))
-            scores = torch.einsum("qhd,khd->hqk", q[start:end].double(), keys) * self.spec.scale
-            scores += torch.full((end - start, length), -torch.inf).triu(length - (end - start) + 1)
-            out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        super().forward(q, k, v, layer, batch, out=out, lse=lse)
 
 
-def offer():
-    can = Capabilities(
-        devices={"cpu"}, phases={"extend", "decode"}, attention={"paged"}, dtypes={"float32"}, head_dims=ANY,
-        page_sizes=ANY, kv_layouts={"nhd"}, host_lengths="exact",
-    )  # fmt: skip
-    return Offer(name="plain", backend=Plain, capabilities=can)
+WATCHED = OFFER.model_copy(update={"backend": Watched})
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, byte_vocabulary):
-    """A model folder with random weights and a token per byte; one token is poisoned."""
-    made = tmp_path_factory.mktemp("model")
-    byte_vocabulary.save(str(made / "tokenizer.json"))
-    (made / "config.json").write_text(json.dumps(RAW), encoding="utf-8")
-    random = torch.Generator().manual_seed(3)
-    drawn = {
-        name: torch.randn(shape, generator=random) * 0.3 + float(name.endswith("norm.weight"))
-        for name, shape in weight_shapes(ModelConfig.from_hf(RAW)).items()
-    }
-    drawn["model.embed_tokens.weight"][POISON] = torch.nan
-    drawn["lm_head.weight"][POISON] = 0
-    save_file(drawn, made / "model.safetensors")
-    return made
-
-
-@pytest.fixture(scope="module")
-def make(folder):
+def make(poisoned_model):
     """Makes engines that check their pages after every step; runners of the same sizes are the same."""
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = Tokenizer.from_folder(poisoned_model)
 
     @cache
     def runner(page_size, **given):
         sizes = {"max_batch": 4, "max_tokens": 16, "kv_tokens": 256, "dtype": "float32"}
-        return ModelRunner(folder, offers=[offer()], policy=Policy(page_size=page_size), **sizes | given)
+        return ModelRunner(poisoned_model, offers=[WATCHED], policy=Policy(page_size=page_size), **sizes | given)
 
     def engine(page_size=4, prefix_cache=True, **given):
         made = Engine(runner(page_size, **given), tokenizer, prefix_cache=prefix_cache, check=True)
@@ -107,9 +68,9 @@ def make(folder):
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
+def alone(poisoned_model):
     """The plain loop: a prompt run at once in a runner of its own, then token by token, with no cache of prefixes."""
-    runner = ModelRunner(folder, offers=[offer()], max_batch=1, dtype="float32", max_tokens=64)
+    runner = ModelRunner(poisoned_model, offers=[WATCHED], max_batch=1, dtype="float32", max_tokens=64)
 
     @cache
     def whole(prompt, params):
@@ -373,9 +334,16 @@ def test_other_refusals_name_what_is_wrong(make):
         ([1, 2.5], {}, "the prompt holds what is no token id; given: 2.5"),
         ([True], {}, "no token id; given: True"),
         (["text"], {}, "no token id; given: 'text'"),
-        ([1], {"n": 0}, "too few samples; given: 0"),
+        ([1], {"n": 0}, "n cannot be used; given: 0"),
         ([], {"called": "line 3"}, "line 3 is empty"),
         ("\ud800", {}, "not text"),
+        (b"text", {}, "the prompt is neither text nor token ids; given: b'text'"),
+        (None, {}, "the prompt is neither text nor token ids; given: None"),
+        ([1], {"params": {"max_tokens": 3}}, "params cannot be used; given: {'max_tokens': 3}"),
+        ([1], {"n": 1.0}, "n cannot be used; given: 1.0"),
+        ([1], {"priority": "high"}, "priority cannot be used; given: 'high'; would work: an integer"),
+        ([1], {"namespace": ["a"]}, r"namespace cannot be used; given: \['a'\]"),
+        ([1], {"namespace": ("a", {})}, "namespace cannot be used"),
     ]:
         with pytest.raises(RequestError, match=said):
             engine.add_request(prompt, **options)
@@ -469,6 +437,44 @@ def test_a_leak_is_noticed_in_the_step_that_makes_it(make):
         engine.runner.pages.allocator.free([lost])
 
 
+@pytest.mark.parametrize("every", [463, 557])
+def test_an_interruption_anywhere_leaves_an_engine_that_can_be_closed_and_serves_again(make, alone, every):
+    left, ours = 0, ("engine.py", "scheduler.py", "page_table.py", "radix.py", "allocator.py", "runner.py")
+
+    def trace(frame, event, _):
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(ours):
+            return None
+        left -= event == "line"
+        if left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    prompts = [[*prompt_of(8), seed] for seed in range(4)]
+    engine, lines, torn, interrupted = make(kv_tokens=48), 0, 0, True
+    while interrupted:
+        left = lines = lines + every
+        sys.settrace(trace)
+        try:
+            numbers = [engine.add_request(prompt, GREEDY, n=2) for prompt in prompts]
+            done = drain(engine)
+            interrupted = False
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            if not engine._sound:
+                torn += 1
+                with pytest.raises(HeadstockError, match=r"interrupted amid its accounts; would work: close\(\)"):
+                    engine.add_request([1], GREEDY)
+        finally:
+            sys.settrace(None)
+            engine.close()
+        assert engine.stats.free_pages == engine.runner.memory.num_pages - 1
+        assert engine.runner.pages.num_free_slots == 4
+    assert torn > 3
+    assert engine.stats.preemptions > 0
+    assert [done[number, 1].tokens for number in numbers] == [alone(prompt, GREEDY) for prompt in prompts]
+
+
 # Streams and aborts
 
 
@@ -494,6 +500,34 @@ def test_a_stream_left_early_aborts_its_request_and_a_text_is_a_prompt(make, alo
         assert (engine.stats.running, engine.stats.waiting) == (0, 0)
         ids = engine.tokenizer.encode("headstock")
         assert [output.token for output in engine.stream("headstock", GREEDY)] == alone(ids, GREEDY)
+
+
+def test_a_stream_that_nobody_reads_can_be_closed_or_runs_to_its_end_and_is_forgotten(make):
+    with make() as engine:
+        engine.stream([1], GREEDY).close()
+        assert not engine.busy
+        assert engine.stats.finished == {"abort": 1}
+        unread = engine.stream([1], GREEDY)
+        assert drain(engine) == {}
+        assert engine._streams == {}
+        assert len(list(unread)) == 10
+
+
+def test_an_abort_amid_a_step_waits_for_the_next_one(make, alone, monkeypatch):
+    with make() as engine:
+        numbers = [engine.add_request(prompt_of(5, seed), GREEDY) for seed in range(2)]
+        forward = engine.runner.model.forward
+
+        def leave(*given):
+            engine.abort(numbers[0])
+            return forward(*given)
+
+        monkeypatch.setattr(engine.runner.model, "forward", leave)
+        [one, _] = engine.step()
+        assert (one.request, one.completion) == (numbers[0], None)
+        done = drain(engine)
+        assert (done[numbers[0], 0].finish_reason, len(done[numbers[0], 0].tokens)) == ("abort", 1)
+        assert done[numbers[1], 0].tokens == alone(prompt_of(5, 1), GREEDY)
 
 
 def test_an_abort_ends_one_who_waits_or_runs_with_what_it_has(make, alone):
@@ -590,9 +624,59 @@ def test_a_step_that_fails_ends_the_streams_with_its_error_and_later_ones_are_se
     serve(engine, fails)
 
 
+def test_a_backend_that_asks_to_exit_ends_the_streams_and_not_the_loop(make, alone, monkeypatch):
+    engine = make()
+
+    def leave(*_):
+        raise SystemExit(3)
+
+    async def exits(served):
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.runner.model, "forward", leave)
+            with pytest.raises(PluginError, match="asked the process to exit; given: a step of specimen"):
+                await tokens_of(served, [1], GREEDY)
+        assert await tokens_of(served, [1], GREEDY) == alone([1], GREEDY)
+
+    serve(engine, exits)
+
+
+def test_an_asynchronous_engine_records_and_forgets_its_cache(make, tmp_path):
+    engine, path = make(), tmp_path / "trace.jsonl"
+    backend = engine.runner.instances[0].backend
+
+    async def record(served):
+        await served.record(path)
+        assert len(await tokens_of(served, prompt_of(9), GREEDY)) == 10
+        assert served.stats.cached_pages > 0
+        await served.reset_cache()
+        assert served.stats.cached_pages == 0
+        backend.fail_at = 1
+        with pytest.raises(RuntimeError):
+            await tokens_of(served, [1], GREEDY)
+        assert len(await tokens_of(served, [1], GREEDY)) == 10
+        await served.close()
+        with pytest.raises(HeadstockError, match="was closed"):
+            await served.record(path)
+
+    serve(engine, record)
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 20, "a step that failed did not end it"
+
+
+def test_closing_works_when_the_loop_has_cancelled_its_steps(make):
+    async def cancel(engine):
+        reading = asyncio.create_task(tokens_of(engine, prompt_of(5), SamplingParams(max_tokens=50)))
+        await asyncio.sleep(0.01)
+        engine._steps.cancel()
+        await engine.close()
+        with pytest.raises(HeadstockError, match="was closed"):
+            await reading
+
+    serve(make(), cancel)
+
+
 def test_closing_ends_streams_with_an_error_and_refuses_new_ones(make):
     async def close(engine):
-        reading = asyncio.create_task(tokens_of(engine, prompt_of(5), GREEDY))
+        reading = asyncio.create_task(tokens_of(engine, prompt_of(5), SamplingParams(max_tokens=50)))
         await asyncio.sleep(0.01)
         await engine.close()
         with pytest.raises(HeadstockError, match="was closed"):

@@ -19,7 +19,7 @@ from headstock.engine.sampling import SamplingParams
 from headstock.engine.tokenizer import Tokenizer
 from headstock.errors import NegotiationError
 from headstock.models.config import ModelConfig
-from headstock.models.llama import weight_shapes
+from headstock.models.shapes import weight_shapes
 from headstock.policy import Policy
 from headstock.testing.specimen import CAPABILITIES, Specimen
 
@@ -184,7 +184,7 @@ def test_any_interleaving_gives_what_each_gets_without_cache_pages_or_levels(
 
 def decoded(engine, group):
     """The decode batches that a group's backend was given."""
-    return [batch for batch in engine.runner.roles[group, "decode"].backend.seen if batch.phase == "decode"]
+    return [batch for batch in engine.runner.roles[group, "decode"].first.backend.seen if batch.phase == "decode"]
 
 
 def test_samples_of_a_prompt_read_it_once_and_groups_with_a_window_do_not(make, alone):
@@ -214,7 +214,7 @@ def test_levels_are_for_whoever_declares_them_where_they_pay_and_are_wanted(fold
 
     def max_levels(*offers, cascade="auto", model="mixed"):
         ours = ModelRunner(folders[model], offers=offers, policy=Policy(cascade=cascade), kv_tokens=64, dtype="float32")
-        return {group: instance.spec.max_levels for (group, role), instance in ours.roles.items() if role == "decode"}
+        return {group: each.first.spec.max_levels for (group, role), each in ours.roles.items() if role == "decode"}
 
     assert max_levels(offer()) == {"full": 3, "window-5": 0}
     assert max_levels(offer(), cascade="off") == {"full": 0, "window-5": 0}

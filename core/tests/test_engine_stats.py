@@ -130,6 +130,21 @@ def test_a_trace_has_a_line_per_forward_and_no_text(make, mixed, tmp_path):
     assert len(path.read_text(encoding="utf-8").splitlines()) == 2, "closed with the engine, begun anew"
 
 
-def test_a_trace_that_cannot_be_written_is_refused(make, tmp_path):
-    with make() as engine, pytest.raises(HeadstockError, match=r"cannot write .*folder that exists"):
-        engine.record(tmp_path / "no" / "trace.jsonl")
+def test_a_trace_that_cannot_be_written_is_refused_and_one_before_goes_on(make, tmp_path):
+    with make() as engine:
+        engine.record(tmp_path / "trace.jsonl")
+        with pytest.raises(HeadstockError, match=r"cannot write .*folder that exists"):
+            engine.record(tmp_path / "no" / "trace.jsonl")
+        engine.add_request([1], SamplingParams(max_tokens=2))
+        drain(engine)
+    assert len((tmp_path / "trace.jsonl").read_text(encoding="utf-8").splitlines()) == 2
+
+
+def test_a_disk_that_is_full_ends_a_trace_and_no_request(make):
+    with make() as engine:
+        engine.record("/dev/full")
+        engine.add_request([1], SamplingParams(max_tokens=3))
+        drain(engine)
+        assert engine.stats.finished == {"length": 1}
+        assert engine.runner.notices[-1] == "the record of forwards ends, /dev/full: No space left on device"
+        assert len([notice for notice in engine.runner.notices if "record" in notice]) == 1

@@ -2,92 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from headstock import ANY, AttentionBackend, Capabilities, ModelRunner, Offer
+from headstock import ModelRunner
 from headstock.engine.generate import Generator
 from headstock.engine.sampling import SamplingParams
 from headstock.engine.tokenizer import Tokenizer
 from headstock.errors import OutOfPages, RequestError
-from headstock.models.config import ModelConfig
-from headstock.models.llama import weight_shapes
 from headstock.negotiate import Policy
+from headstock.testing.specimen import OFFER, Specimen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RAW = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
 POISON = 255
-"""The token whose key and value are NaN: whoever attends to it has no finite logits."""
-
-
-class Plain(AttentionBackend):
-    """Attention in float64, a request at a time."""
-
-    def init_forward_metadata(self, batch):
-        batch.metadata = batch.csr("all")
-
-    def forward(self, q, k, v, layer, batch, *, out, lse=None):
-        layer.kv.write(k, v, batch.out_cache_loc)
-        size, group = self.spec.page_size, self.spec.num_heads // self.spec.num_kv_heads
-        for row in range(batch.num_reqs):
-            start, end = batch.query_indptr[row : row + 2].tolist()
-            length = int(batch.seq_lens[row])
-            first, last = batch.metadata.page_indptr[row : row + 2].tolist()
-            pages = batch.metadata.page_indices[first:last].long()
-            loc = (pages[:, None] * size + torch.arange(size)).flatten()[:length]
-            keys, values = (x.double().repeat_interleave(group, 1) for x in layer.kv.gather(loc))
-            scores = torch.einsum("qhd,khd->hqk", q[start:end].double(), keys) * self.spec.scale
-            scores += torch.full((end - start, length), -torch.inf).triu(length - (end - start) + 1)
-            out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-
-
-def offer(backend=Plain):
-    can = Capabilities(
-        devices={"cpu"}, phases={"extend", "decode"}, attention={"paged"}, dtypes={"float32"}, head_dims=ANY,
-        page_sizes=ANY, kv_layouts={"nhd"}, host_lengths="exact",
-    )  # fmt: skip
-    return Offer(name="plain", backend=backend, capabilities=can)
+"""The token of the model without finite logits."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, byte_vocabulary):
-    """A model folder with random weights and a token per byte; one token is poisoned."""
-    made = tmp_path_factory.mktemp("model")
-    byte_vocabulary.save(str(made / "tokenizer.json"))
-    (made / "config.json").write_text(json.dumps(RAW), encoding="utf-8")
-    generator = torch.Generator().manual_seed(3)
-    drawn = {
-        name: torch.randn(shape, generator=generator) * 0.3 + float(name.endswith("norm.weight"))
-        for name, shape in weight_shapes(ModelConfig.from_hf(RAW)).items()
-    }
-    drawn["model.embed_tokens.weight"][POISON] = torch.nan
-    drawn["lm_head.weight"][POISON] = 0
-    save_file(drawn, made / "model.safetensors")
-    return made
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return Tokenizer.from_folder(folder)
+def tokenizer(poisoned_model):
+    return Tokenizer.from_folder(poisoned_model)
 
 
 @pytest.fixture
-def generator(folder, tokenizer):
-    return make(folder, tokenizer)
+def generator(poisoned_model, tokenizer):
+    return make(poisoned_model, tokenizer)
 
 
-def make(folder, tokenizer, backend=Plain, **given):
+def make(folder, tokenizer, backend=Specimen, **given):
     """A generator whose cache, once the test is over, must be all free again."""
     sizes = {"max_batch": 4, "max_tokens": 16, "kv_tokens": 256, "dtype": "float32", "policy": Policy(page_size=4)}
-    return Generator(ModelRunner(folder, offers=[offer(backend)], **sizes | given), tokenizer)
+    offer = OFFER.model_copy(update={"backend": backend})
+    return Generator(ModelRunner(folder, offers=[offer], **sizes | given), tokenizer)
 
 
 def assert_all_free(generator):
@@ -119,8 +67,8 @@ PROMPTS = [prompt_of(length, seed) for seed, length in enumerate((3, 17, 1, 40, 
 
 
 @pytest.mark.parametrize("max_batch", [1, 2, 4, 9])
-def test_greedy_is_the_plain_loop_for_more_prompts_than_rows(folder, tokenizer, max_batch):
-    generator = make(folder, tokenizer, max_batch=max_batch, kv_tokens=600)
+def test_greedy_is_the_plain_loop_for_more_prompts_than_rows(poisoned_model, tokenizer, max_batch):
+    generator = make(poisoned_model, tokenizer, max_batch=max_batch, kv_tokens=600)
     done = generator.generate(PROMPTS, SamplingParams(max_tokens=9))
     assert [each.tokens for each in done] == [greedy_alone(generator.runner, prompt, 9) for prompt in PROMPTS]
     assert [each.prompt_tokens for each in done] == [len(prompt) for prompt in PROMPTS]
@@ -129,7 +77,7 @@ def test_greedy_is_the_plain_loop_for_more_prompts_than_rows(folder, tokenizer, 
     assert_all_free(generator)
 
 
-def test_a_cache_too_small_for_all_makes_them_wait_in_order(folder, tokenizer):
+def test_a_cache_too_small_for_all_makes_them_wait_in_order(poisoned_model, tokenizer):
     running, most = set(), 0
 
     def on_text(index, text):
@@ -137,7 +85,7 @@ def test_a_cache_too_small_for_all_makes_them_wait_in_order(folder, tokenizer):
         nonlocal most
         most = max(most, len(running))
 
-    generator = make(folder, tokenizer, max_batch=9, kv_tokens=64)
+    generator = make(poisoned_model, tokenizer, max_batch=9, kv_tokens=64)
     finished = []
 
     def on_done(index, completion):
@@ -152,8 +100,8 @@ def test_a_cache_too_small_for_all_makes_them_wait_in_order(folder, tokenizer):
     assert_all_free(generator)
 
 
-def test_a_long_request_at_the_head_is_not_overtaken(folder, tokenizer):
-    generator, finished = make(folder, tokenizer, kv_tokens=64), []
+def test_a_long_request_at_the_head_is_not_overtaken(poisoned_model, tokenizer):
+    generator, finished = make(poisoned_model, tokenizer, kv_tokens=64), []
     prompts = [prompt_of(20, 1), prompt_of(50, 2), prompt_of(2, 3)]
     generator.generate(prompts, SamplingParams(max_tokens=10), on_done=lambda index, done: finished.append(index))
     assert finished == [0, 1, 2]
@@ -164,7 +112,7 @@ SAMPLED = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, seed=42, max_tok
 
 
 @pytest.mark.parametrize("others", [SamplingParams(max_tokens=7), SamplingParams(temperature=2.0, max_tokens=15)])
-def test_a_seed_gives_the_same_text_alone_and_in_any_company(folder, tokenizer, generator, others):
+def test_a_seed_gives_the_same_text_alone_and_in_any_company(poisoned_model, tokenizer, generator, others):
     alone = generator.generate([PROMPTS[1]], SAMPLED)[0]
     assert generator.generate([PROMPTS[1]], SAMPLED)[0] == alone
     assert generator.generate([PROMPTS[1]], SAMPLED.model_copy(update={"seed": 43}))[0].tokens != alone.tokens
@@ -185,23 +133,23 @@ def test_requests_without_a_seed_draw_one_each(generator):
 # How a request ends
 
 
-def test_an_end_token_ends_the_text_and_ignore_eos_does_not_see_it(folder, tokenizer):
-    tokens = greedy_alone(make(folder, tokenizer).runner, PROMPTS[0], 8)
+def test_an_end_token_ends_the_text_and_ignore_eos_does_not_see_it(poisoned_model, tokenizer):
+    tokens = greedy_alone(make(poisoned_model, tokenizer).runner, PROMPTS[0], 8)
     at = next(i for i in range(2, 8) if tokens[i] not in tokens[:i])
-    ending = Tokenizer.from_folder(folder)
+    ending = Tokenizer.from_folder(poisoned_model)
     ending.eos_ids = frozenset({tokens[at]})
-    generator = make(folder, ending)
+    generator = make(poisoned_model, ending)
     params = [SamplingParams(max_tokens=8), SamplingParams(max_tokens=8, ignore_eos=True)]
     stopped, ignored = generator.generate([PROMPTS[0]] * 2, params)
     assert (stopped.finish_reason, stopped.tokens) == ("stop", tokens[: at + 1])
     assert stopped.text == tokenizer.decode(tokens[:at])
     assert (ignored.finish_reason, ignored.tokens) == ("length", tokens)
     own = SamplingParams(max_tokens=8, stop_token_ids=(tokens[at],))
-    assert make(folder, tokenizer).generate([PROMPTS[0]], own)[0] == stopped
+    assert make(poisoned_model, tokenizer).generate([PROMPTS[0]], own)[0] == stopped
     assert_all_free(generator)
 
 
-def test_a_stop_string_cuts_the_text_and_is_never_streamed_in_part(folder, tokenizer, generator):
+def test_a_stop_string_cuts_the_text_and_is_never_streamed_in_part(poisoned_model, tokenizer, generator):
     whole = generator.generate([PROMPTS[0]], SamplingParams(max_tokens=20))[0]
     start = next(i for i in range(4, len(whole.text) - 3) if whole.text.find(whole.text[i : i + 3]) == i)
     stop = whole.text[start : start + 3]
@@ -240,8 +188,8 @@ def test_one_token_is_one_forward(generator):
 
 
 @pytest.mark.parametrize(("context", "length", "tokens"), [(16, 15, 1), (16, 14, 2), (64, 63, 1), (2, 1, 1)])
-def test_the_context_bounds_a_text(folder, tokenizer, context, length, tokens):
-    generator = make(folder, tokenizer, max_context=context)
+def test_the_context_bounds_a_text(poisoned_model, tokenizer, context, length, tokens):
+    generator = make(poisoned_model, tokenizer, max_context=context)
     prompt = prompt_of(length)
     done, other = generator.generate([prompt, prompt[:1]], SamplingParams(max_tokens=50))
     assert (done.finish_reason, done.tokens) == ("length", greedy_alone(generator.runner, prompt, tokens))
@@ -249,8 +197,8 @@ def test_the_context_bounds_a_text(folder, tokenizer, context, length, tokens):
     assert_all_free(generator)
 
 
-def test_a_cache_of_one_requests_size_serves_it_to_the_last_token(folder, tokenizer):
-    generator = make(folder, tokenizer, kv_tokens=16)
+def test_a_cache_of_one_requests_size_serves_it_to_the_last_token(poisoned_model, tokenizer):
+    generator = make(poisoned_model, tokenizer, kv_tokens=16)
     [done] = generator.generate([prompt_of(7)], SamplingParams(max_tokens=10))
     assert len(done.tokens) == 10
     with pytest.raises(RequestError, match="can never fit into the KV cache; given: 8 prompt \\+ 10 new tokens, 16"):
@@ -274,8 +222,8 @@ def test_a_cache_of_one_requests_size_serves_it_to_the_last_token(folder, tokeni
         ([1] * 70, "70 tokens in a context of 32"),
     ],
 )
-def test_a_prompt_that_cannot_be_served_is_refused_before_any_runs(folder, tokenizer, prompt, said):
-    generator = make(folder, tokenizer, max_context=32)
+def test_a_prompt_that_cannot_be_served_is_refused_before_any_runs(poisoned_model, tokenizer, prompt, said):
+    generator = make(poisoned_model, tokenizer, max_context=32)
     texts = []
     with pytest.raises(RequestError) as caught:
         generator.generate([[1, 2], prompt], on_text=lambda *piece: texts.append(piece))
@@ -334,7 +282,7 @@ def test_a_request_without_finite_logits_ends_alone(generator, params, length):
     assert_all_free(generator)
 
 
-class Failing(Plain):
+class Failing(Specimen):
     """Fails in the layer and step that a test sets."""
 
     at = None
@@ -351,9 +299,9 @@ class Failing(Plain):
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 5, 8])
-def test_a_backend_that_fails_in_any_step_leaves_nothing_held(folder, tokenizer, step):
+def test_a_backend_that_fails_in_any_step_leaves_nothing_held(poisoned_model, tokenizer, step):
     Failing.at = None
-    generator = make(folder, tokenizer, Failing, max_batch=3)
+    generator = make(poisoned_model, tokenizer, Failing, max_batch=3)
     params = SamplingParams(max_tokens=5)
     expected = generator.generate(PROMPTS, params)
     Failing.at = step

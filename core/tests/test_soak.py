@@ -1,6 +1,6 @@
 """The soak: random requests, aborts and faults on a cache too small for them, and every text as if it were alone.
 
-    python core/tests/test_soak.py --requests 2000 [--seed N]
+    .venv/bin/python core/tests/test_soak.py --requests 2000 [--seed N]
 
 runs in full what the suite runs with fewer requests.
 """

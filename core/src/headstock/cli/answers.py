@@ -76,7 +76,7 @@ def answer(prompt: Prompt, completion: Completion, made_with: Mapping[str, Any])
 
 
 def answered(output: Path, prompts: Sequence[Prompt], made_with: Mapping[str, Any]) -> dict[int, Place]:
-    """Where the answers of an earlier run lie in its output, by prompt; a torn last line is none.
+    """Where the answers of an earlier run lie in its output, by prompt; a torn last line is none, nor is an error.
 
     Raises HeadstockError, naming the line, for anything else that is not an answer to these prompts with these options.
     """
@@ -88,7 +88,8 @@ def answered(output: Path, prompts: Sequence[Prompt], made_with: Mapping[str, An
         document = _document(line)
         if document is not None:
             _check(document, f"{output}:{number}", prompts, made_with)
-            places[document["index"]] = Place(start, len(line))
+            if not document.get("error"):
+                places[document["index"]] = Place(start, len(line))
         elif line.strip() and number <= len(whole):
             works = "--output with another file, or no --resume"
             raise HeadstockError(f"{output}:{number} is no answer of this program", works=works)

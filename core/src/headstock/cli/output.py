@@ -93,11 +93,16 @@ def _rewrite(path: Path, places: Mapping[int, Place]) -> dict[int, Place]:
     return ordered
 
 
-def check_output(output: Path | None) -> None:
-    """Raises HeadstockError for a file that could not be written, and leaves an earlier one as it is."""
+def check_output(output: Path | None, prompts: Path | None = None) -> None:
+    """Raises HeadstockError for a file that could not be written or has the `prompts`, and leaves it as it is."""
     if output is None:
         return
+    if prompts is not None and output.is_file() and prompts.exists() and output.samefile(prompts):
+        raise HeadstockError(f"{output} is the file of the prompts", works="--output with another file")
     target = output if output.exists() else output.parent
+    if output.is_file() and not os.access(output.resolve().parent, os.W_OK):
+        reason = "its folder is not writable, where the lines are put in order"
+        raise HeadstockError(f"cannot write {output}: {reason}", works="--output with another file")
     if output.is_dir() or not os.access(target, os.W_OK):
         reason = "it is a folder" if output.is_dir() else "it is not writable" if target.exists() else "no such folder"
         raise HeadstockError(f"cannot write {output}: {reason}", works="--output with another file")

@@ -105,8 +105,9 @@ def _named(where: str) -> Iterator[None]:
 
 
 def _stdin() -> str:
+    """All of standard input, as it is: read as text, its line breaks would change, or bytes that are no UTF-8 pass."""
     try:
-        return sys.stdin.read().removeprefix("\ufeff")
+        return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise HeadstockError("cannot read standard input", given=error, works="text in UTF-8") from None
 

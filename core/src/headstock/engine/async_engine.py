@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 from headstock.engine.engine import Engine, Output
 from headstock.engine.sampling import SamplingParams
 from headstock.engine.stats import EngineStats
-from headstock.errors import HeadstockError
+from headstock.errors import HeadstockError, PluginError
 
 T = TypeVar("T")
 
@@ -44,8 +45,7 @@ class AsyncEngine:
         Whoever stops reading before the end, or is cancelled, aborts the request by it. A step that fails ends every
         stream with its error; requests that come later are served.
         """
-        if self._closed:
-            raise _closed()
+        self._check_open()
         queue: asyncio.Queue[Output | Exception] = asyncio.Queue()
         numbers: list[int] = []
 
@@ -55,7 +55,7 @@ class AsyncEngine:
 
         def drop() -> None:
             for number in numbers:
-                del self._streams[number]
+                self._streams.pop(number, None)
                 self._engine.abort(number)  # which leaves alone what has ended
 
         try:
@@ -72,14 +72,25 @@ class AsyncEngine:
             if not self._closed:
                 self._worker.submit(drop)  # cancelled or not, it comes after `add`
 
+    async def record(self, path: str | Path | None) -> None:
+        """Writes a line per forward to `path`, see `Engine.record`; a step that fails does not end it."""
+        self._check_open()
+        await self._call(lambda: self._engine.record(path))
+
+    async def reset_cache(self) -> None:
+        """Forgets all cached prefixes; raises PageError while requests run on some."""
+        self._check_open()
+        await self._call(self._engine.reset_cache)
+
     async def close(self) -> None:
         """Ends what runs, each stream with an error, and gives back everything that the engine holds."""
         if self._closed:
             return
         self._closed = True
         if self._steps is not None:
-            await self._steps
+            await asyncio.wait([self._steps])  # it may have been cancelled, with the loop
         await self._fail(_closed())
+        await self._call(lambda: self._engine.record(None))
         self._worker.shutdown()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -87,6 +98,10 @@ class AsyncEngine:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _closed()
 
     async def _run(self) -> None:
         """Runs steps until nothing is left to do."""
@@ -96,6 +111,10 @@ class AsyncEngine:
             except Exception as error:
                 await self._fail(error)
                 continue
+            except SystemExit as error:
+                notes = "; ".join(getattr(error, "__notes__", ()))  # the runner's, of whose step it was
+                await self._fail(PluginError("a backend asked the process to exit", given=notes or error))
+                continue
             for output in outputs:
                 if queue := self._streams.get(output.request):
                     queue.put_nowait(output)
@@ -104,7 +123,7 @@ class AsyncEngine:
         """Drops all requests and tells the streams why."""
 
         def drop() -> list[asyncio.Queue[Output | Exception]]:
-            self._engine.close()  # which can be used again
+            self._engine.reset()
             return list(self._streams.values())
 
         for queue in await self._call(drop):

@@ -6,16 +6,18 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from headstock.engine.intake import check_options, longest_answer, token_ids
 from headstock.engine.request import Completion, Request
 from headstock.engine.sampling import SamplingParams
 from headstock.engine.scheduler import Plan, Scheduler
 from headstock.engine.stats import EngineStats, Stopwatch
 from headstock.engine.tokenizer import Tokenizer
 from headstock.engine.trace import Trace
-from headstock.errors import OutOfPages, RequestError
+from headstock.errors import HeadstockError, OutOfPages
 from headstock.runner.runner import ModelRunner
 from headstock.runner.sampler import Sampler, SamplingRow
 
@@ -42,12 +44,17 @@ class Engine:
     Prompts share the pages of common beginnings (`prefix_cache`). A request gets the same tokens whatever its company,
     the cache and the budget, up to the rounding of the backends. An engine belongs to one thread; `check` verifies the
     accounting of all pages after every step. Close it, or use it in a `with` statement, to give the cache back.
+
+    A KeyboardInterrupt may come at any time. One that finds the engine amid its accounts, not in a forward, leaves them
+    torn: nothing but `close` is possible then, which takes back the runner's whole cache, whoever holds rows of it.
     """
 
     def __init__(self, runner: ModelRunner, tokenizer: Tokenizer, *, prefix_cache: bool = True, check: bool = False):
         self.runner, self.tokenizer, self.check = runner, tokenizer, check
         self.scheduler = Scheduler(runner.pages, runner.limits.max_tokens, prefix_cache)
         self._live: dict[int, list[Request]] = {}  # by number, the samples that have not ended
+        self._sound = True  # False while accounts are kept, and for good where that was interrupted
+        self._leaving: list[int] = []  # aborted amid a step
         self._streams: dict[int, deque[Output]] = {}
         self._outputs: list[Output] = []  # of requests that nobody streams
         self._added = self._steps = self._prefill_tokens = self._decode_tokens = 0
@@ -68,16 +75,15 @@ class Engine:
     ) -> int:
         """Queues a prompt, text or token ids, and returns the number that its outputs carry.
 
-        Of `n` samples, sample i draws with seed + i; they share the prompt's pages. Higher priority goes first, and
-        equals in the order they came. Only prompts of one `namespace` share cached pages. Raises RequestError, naming
-        the prompt as `called`, for one that can never be served: empty, as long as the context, or larger with its
-        output than the whole cache.
+        Of `n` samples, sample i draws with seed + i; they share the prompt's pages. Higher priority goes first, for as
+        long as it keeps coming, and equals in the order they came. Only prompts of one `namespace` share cached pages.
+        Raises RequestError, naming the prompt as `called`, for one that can never be served: empty, as long as the
+        context, or larger with its output than the whole cache.
         """
         params = SamplingParams() if params is None else params
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if n < 1:
-            raise RequestError("too few samples", given=n, works="n ≥ 1")
-        limit = self._limit(ids, params, called)
+        check_options(params, n, priority, namespace)
+        ids = token_ids(prompt, self.tokenizer, called)
+        limit = longest_answer(self.runner, ids, params, called)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids, number = self.tokenizer.stop_ids(params), self._added
         samples = [
@@ -96,10 +102,11 @@ class Engine:
             )
             for sample in range(n)
         ]
-        for request in samples:
-            self.scheduler.add(request)
-        self._live[number] = samples
-        self._added += 1
+        with self._accounts():
+            for request in samples:
+                self.scheduler.add(request)
+            self._live[number] = samples
+            self._added += 1
         return number
 
     def step(self) -> list[Output]:
@@ -124,12 +131,21 @@ class Engine:
         """
         number = self.add_request(prompt, params, n=n, priority=priority, namespace=namespace)
         self._streams[number] = outputs = deque[Output]()
-        return self._follow(number, outputs)
+        stream = self._follow(number, outputs)
+        next(stream)  # begun, so that closing it aborts
+        return stream
 
     def abort(self, number: int) -> None:
-        """Ends a request; its last outputs come with the next step. One that has ended already is left alone."""
-        for request in list(self._live.get(number, ())):
-            self._retire(request, None, request.end("abort"))
+        """Ends a request; its last outputs come with the next step. One that has ended already is left alone.
+
+        Amid a step, as when a stream is collected as garbage, it waits for the next one.
+        """
+        if not self._sound:
+            self._leaving.append(number)
+            return
+        with self._accounts():
+            for request in list(self._live.get(number, ())):
+                self._retire(request, None, request.end("abort"))
 
     @property
     def busy(self) -> bool:
@@ -159,23 +175,32 @@ class Engine:
 
     def record(self, path: str | Path | None) -> None:
         """Writes a line per forward to `path` from now on, see `Trace`; None, another path or `close` ends it."""
-        if self._trace is not None:
-            self._trace.close()
-        self._trace = None if path is None else Trace(path, self.runner.page_size)
+        before, self._trace = self._trace, None if path is None else Trace(path, self.runner.page_size)
+        if before is not None:
+            before.close()
 
     def reset_cache(self) -> None:
         """Forgets all cached prefixes; raises PageError while requests run on some."""
         self.scheduler.cache.reset()
 
-    def close(self) -> None:
-        """Drops all requests and gives back every page and row. The engine may be used again."""
-        for number in list(self._live):
-            for request in self._live.pop(number):
+    def reset(self) -> None:
+        """Drops all requests and cached prefixes, gives back every page and row, and goes on."""
+        if self._sound:
+            self._sound = False
+            for request in [*self.scheduler.running, *self.scheduler.waiting]:
                 self.scheduler.remove(request, store=False)
-        self._streams.clear()
-        self._outputs.clear()
+            self.reset_cache()
+        else:
+            self.runner.pages.clear()
+            self.scheduler.forget()
+        for held in (self._live, self._streams, self._outputs, self._leaving):
+            held.clear()
+        self._sound = True
+
+    def close(self) -> None:
+        """Does what `reset` does, and ends the record. The engine may be used again."""
+        self.reset()
         self.record(None)
-        self.reset_cache()
 
     def __enter__(self) -> Engine:
         return self
@@ -183,72 +208,64 @@ class Engine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _limit(self, ids: Sequence[int], params: SamplingParams, called: str) -> int:
-        """The most tokens that a prompt may be answered with; raises RequestError where it can never be served."""
-        runner, vocab = self.runner, self.runner.config.vocab_size
-        if not ids:
-            raise RequestError(f"{called} is empty", works="at least one token")
-        if strange := [token for token in ids if type(token) is not int]:
-            raise RequestError(f"{called} holds what is no token id", given=repr(strange[0])[:80], works="integers")
-        if not all(0 <= token < vocab for token in ids):
-            raise RequestError(f"{called} holds a token outside the vocabulary", works=f"0…{vocab - 1}")
-        if len(ids) >= runner.max_context:
-            longest = runner.config.max_context
-            can_grow = runner.max_context < longest
-            raise RequestError(
-                f"{called} leaves no room for an answer",
-                given=f"{len(ids)} tokens in a context of {runner.max_context}",
-                works="a shorter prompt" + (", or a longer context" if can_grow else ""),
-                type=f"--max-context {longest}" if can_grow else None,
-            )
-        limit = min(params.max_tokens, runner.max_context - len(ids))
-        total = len(ids) + limit - 1
-        if total > runner.memory.kv_tokens:
-            raise RequestError(
-                f"{called} with its answer can never fit into the KV cache",
-                given=f"{len(ids)} prompt + {limit} new tokens, {runner.memory.kv_tokens} in the cache",
-                works="a larger cache, or fewer new tokens",
-                type=f"--kv-tokens {total}",
-            )
-        return limit
+    @contextmanager
+    def _accounts(self) -> Iterator[None]:
+        """Where it changes who holds what. Nobody can come in between, and whatever is raised leaves it torn."""
+        if not self._sound:
+            raise HeadstockError("the engine is in a step, or was interrupted amid its accounts", works="close()")
+        self._sound = False
+        yield
+        self._sound = True
 
     def _run(self) -> None:
+        while self._leaving:
+            self.abort(self._leaving.pop())
         if not self._live:
             return
         started = time.perf_counter()
-        plan = self.scheduler.schedule()
-        if not plan:
-            raise OutOfPages("requests wait for a cache that others hold", works="closing the runner's slots")
-        lengths = self.runner.pages.lengths
-        cached = [lengths[request.slot] for request, _ in plan]
-        try:
-            drawn, failed = self._forward(plan, cached)
-        except BaseException:
-            for (request, _), length in zip(plan, cached, strict=True):
-                lengths[request.slot] = length  # a device may tell of its failure late, when tokens are counted
-            raise
-        now = time.perf_counter()
-        for (request, count), at, token, broken in zip(plan, cached, drawn, failed, strict=True):
-            self._take(request, at, at + count, token, broken, now)
-        self._count(plan, cached, time.perf_counter() - started)
+        with self._accounts():
+            plan, lengths = self.scheduler.schedule(), self.runner.pages.lengths
+            cached = [lengths[request.slot] for request, _ in plan]
+            try:
+                drawn, failed, graph = self._forward(plan, cached)
+            except BaseException:
+                for (request, _), length in zip(plan, cached, strict=True):
+                    lengths[request.slot] = length  # a device may tell of its failure late, when tokens are counted
+                self._sound = True
+                raise
+            now = time.perf_counter()
+            for (request, count), at, token, broken in zip(plan, cached, drawn, failed, strict=True):
+                self._take(request, at, at + count, token, broken, now)
+            self._count(plan, cached, time.perf_counter() - started)
         if self._trace is not None:
-            counts = [count for _, count in plan]
-            ends = [at + count for at, count in zip(cached, counts, strict=True)]
-            self._trace.write(counts, ends, split=self.runner.mixed == "split", graph=False, seconds=now - started)
+            self._record(self._trace, plan, cached, graph, now - started)
         if self.check:
             self.scheduler.check()
 
-    def _forward(self, plan: Plan, cached: Sequence[int]) -> tuple[list[int], list[bool]]:
-        """The next token of each row, and whether it has none because its logits are not finite.
+    def _record(self, trace: Trace, plan: Plan, cached: Sequence[int], graph: bool, seconds: float) -> None:
+        counts = [count for _, count in plan]
+        ends = [at + count for at, count in zip(cached, counts, strict=True)]
+        try:
+            trace.write(counts, ends, split=self.runner.mixed == "split", graph=graph, seconds=seconds)
+        except OSError as error:  # requests go on without it
+            self.runner.notices.append(f"the record of forwards ends, {trace.path}: {error.strerror}")
+            self.record(None)
+
+    def _forward(self, plan: Plan, cached: Sequence[int]) -> tuple[list[int], list[bool], bool]:
+        """The next token of each row, whether it has none because its logits are not finite, and whether by a graph.
 
         Rows whose prompt is not complete yet are sampled as well: finite logits say that their keys and values may be
         shared.
         """
+        if not plan:
+            raise OutOfPages("requests wait for a cache that others hold", works="closing the runner's slots")
         tokens = [request.ids[at : at + count] for (request, count), at in zip(plan, cached, strict=True)]
-        logits = self.runner.forward([request.slot for request, _ in plan], tokens)
-        rows = [SamplingRow(request.params, request.seed, request.num_tokens) for request, _ in plan]
-        sampled = Sampler(rows, logits.device)(logits)
-        return sampled.tokens.tolist(), sampled.failed.tolist()
+        logits, sampled = self.runner.step([request.slot for request, _ in plan], tokens)
+        graph = sampled is not None
+        if sampled is None or not all(request.params.greedy for request, _ in plan):
+            rows = [SamplingRow(request.params, request.seed, request.num_tokens) for request, _ in plan]
+            sampled = Sampler(rows, logits.device)(logits)
+        return sampled.tokens.tolist(), sampled.failed.tolist(), graph
 
     def _take(self, request: Request, before: int, after: int, token: int, broken: bool, now: float) -> None:
         """Brings a request what its row came to `now`; it had `before` tokens cached and has `after`."""
@@ -269,12 +286,13 @@ class Engine:
     def _retire(self, request: Request, token: int | None, text: str) -> None:
         """Takes an ended request out, with its last output."""
         self.scheduler.remove(request, store=request.finish_reason != "error")
-        self._live[request.number].remove(request)
-        if not self._live[request.number]:
-            del self._live[request.number]
         completion = request.completion()
         self._finished[completion.finish_reason] += 1
         self._put(Output(request.number, request.sample, token, text, completion))
+        self._live[request.number].remove(request)
+        if not self._live[request.number]:
+            del self._live[request.number]
+            self._streams.pop(request.number, None)  # whose reader has what is left
 
     def _put(self, output: Output) -> None:
         self._streams.get(output.request, self._outputs).append(output)
@@ -290,6 +308,7 @@ class Engine:
 
     def _follow(self, number: int, outputs: deque[Output]) -> Iterator[Output]:
         try:
+            yield Output(number, 0, None, "")  # for `stream`
             while outputs or number in self._live:
                 if outputs:
                     yield outputs.popleft()
@@ -297,4 +316,3 @@ class Engine:
                     self._run()
         finally:
             self.abort(number)
-            self._streams.pop(number, None)

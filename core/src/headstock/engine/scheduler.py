@@ -74,6 +74,12 @@ class Scheduler:
             self.running.remove(request)
             self._release(request, store)
 
+    def forget(self) -> None:
+        """Drops all requests and the prefix cache, whose pages are free already."""
+        self.waiting.clear()
+        self.running.clear()
+        self.cache = RadixCache(self.pages.allocator, self.pages.page_size)
+
     def check(self) -> None:
         """Asserts that every page is free, owned by one request or cached once. For tests and debugging."""
         allocator, cached = self.pages.allocator, self.cache.check()

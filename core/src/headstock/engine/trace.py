@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from headstock.errors import HeadstockError
@@ -18,7 +19,7 @@ class Trace:
     """
 
     def __init__(self, path: str | Path, page_size: int):
-        self.page_size = page_size
+        self.path, self.page_size = path, page_size
         try:
             file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 (kept open; whole lines at once)
         except OSError as error:
@@ -29,7 +30,10 @@ class Trace:
     def write(
         self, query_lens: Sequence[int], kv_lens: Sequence[int], *, split: bool, graph: bool, seconds: float
     ) -> None:
-        """Adds a forward; `split` says whether its single tokens ran in a segment of their own."""
+        """Adds a forward; `split` says whether its single tokens ran in a segment of their own.
+
+        Raises OSError where the file takes no more.
+        """
         decoding = [n == 1 for n in query_lens]
         phase = "decode" if all(decoding) else "mixed" if split and any(decoding) else "extend"
         line = {
@@ -43,4 +47,5 @@ class Trace:
         self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # of what found no room when it was written
+            self._file.close()

@@ -16,8 +16,12 @@ class PageAllocator:
     def __init__(self, num_pages: int):
         assert num_pages >= 1, "the null page always exists"
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, 0, -1))
-        self._owned = bytearray(num_pages)
+        self.clear()
+
+    def clear(self) -> None:
+        """Takes all pages back, whoever owns them."""
+        self._free = list(range(self.num_pages - 1, 0, -1))
+        self._owned = bytearray(self.num_pages)
 
     @property
     def num_free(self) -> int:
