@@ -8,8 +8,9 @@ import transformers
 from torch import Tensor
 
 from headstock.models.config import ModelConfig
-from headstock.models.llama import Llama, weight_bytes, weight_shapes
+from headstock.models.llama import Llama
 from headstock.models.registry import model_class
+from headstock.models.shapes import weight_bytes, weight_shapes
 from headstock.models.weights import WeightSource
 
 SMALL = {

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from headstock.errors import ModelError
 from headstock.models.config import ModelConfig
 from headstock.models.linear import Linear, PackedLinear, linear, packs
-from headstock.models.llama import Llama, weight_shapes
+from headstock.models.llama import Llama
+from headstock.models.shapes import weight_shapes
 from headstock.models.weights import WeightSource
 
 CONFIG = {

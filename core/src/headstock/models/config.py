@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from headstock.errors import ModelError
+from headstock.models.deepseek_config import MLAConfig, MoEConfig, read_deepseek
 from headstock.models.record import Factor, Record, Size, parse, read_json
 from headstock.models.rope_config import RopeConfig, read_ropes
 
@@ -19,6 +20,8 @@ class LayerShape(Record):
     """The attention of one layer: what a backend must be able to compute there.
 
     `window` counts the keys a query sees, itself included (None: all); `softcap` is None where logits are not capped.
+    `latent` is None but for latent attention, where it is (R, P), the parts of the vector that is cached per token in
+    place of keys and values: compressed, and rotated. The other fields tell then of attention as it is expanded.
     """
 
     num_heads: Size
@@ -30,6 +33,14 @@ class LayerShape(Record):
     softcap: float | None = None
     sinks: bool = False
     alibi: bool = False
+    latent: tuple[Size, Size] | None = None
+
+    @property
+    def absorbed(self) -> LayerShape:
+        """The same attention in the latent space: one key head of R + P numbers, the first R its values as well."""
+        assert self.latent is not None, "asked of latent attention"
+        dims = {"head_dim": sum(self.latent), "v_head_dim": self.latent[0]}
+        return self.model_copy(update={"num_kv_heads": 1, **dims})
 
 
 class ModelConfig(Record):
@@ -37,7 +48,8 @@ class ModelConfig(Record):
 
     `max_context` is in tokens; `eos_token_ids` come from `generation_config.json` where a folder has one. Layers with a
     window have a rope of their own where there is a `local_rope`; `output_norms` are those of what attention and the
-    feed-forward layer add to the residual.
+    feed-forward layer add to the residual. `mla` and `moe` are None but for models with latent attention
+    and with experts. `spare_layers` are those that a checkpoint holds behind the model's own, which are not run.
     """
 
     architecture: str
@@ -58,10 +70,17 @@ class ModelConfig(Record):
     mlp_bias: bool = False
     qk_norm: bool = False
     output_norms: bool = False
+    mla: MLAConfig | None = None
+    moe: MoEConfig | None = None
+    spare_layers: Annotated[int, Field(ge=0)] = 0
     dtype: DType = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     layers: tuple[LayerShape, ...]
+
+    def has_experts(self, index: int) -> bool:
+        """Whether a layer is a mixture of experts."""
+        return self.moe is not None and index >= self.moe.first_layer
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
@@ -81,17 +100,27 @@ class ModelConfig(Record):
         family = _family(raw)
         hf = parse(_HuggingFaceConfig, {**family.defaults, **raw})
         heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads or hf.num_attention_heads
-        head_dim = hf.head_dim or _divide(hf.hidden_size, heads, "hidden_size", "num_attention_heads")
+        mla, moe = read_deepseek(raw) if family.latent else (None, None)
+        if mla is not None:
+            head_dim = mla.head_dim
+        else:
+            head_dim = hf.head_dim or _divide(hf.hidden_size, heads, "hidden_size", "num_attention_heads")
         _divide(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
-        if head_dim % 2:
+        if mla is None and head_dim % 2:
             given = f"head_dim={head_dim}, hidden_size={hf.hidden_size}, num_attention_heads={heads}"
             raise ModelError("config.json: rotary embeddings need an even head_dim", given=given)
         if hf.dtype and hf.torch_dtype and hf.dtype != hf.torch_dtype:
             raise ModelError("config.json: dtype and torch_dtype disagree", given=f"{hf.dtype}, {hf.torch_dtype}")
         bias = hf.attention_bias and family.reads_attention_bias
-        scale = (hf.query_pre_attn_scalar or head_dim) ** -0.5
-        shape = LayerShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, v_head_dim=head_dim, scale=scale)
         rope, local_rope = read_ropes(raw, hf.max_position_embeddings, family.thetas)
+        shape = LayerShape(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            v_head_dim=head_dim if mla is None else mla.v_dim,
+            scale=(hf.query_pre_attn_scalar or head_dim) ** -0.5 * (1.0 if mla is None else rope.softmax_factor),
+            latent=None if mla is None else (mla.kv_rank, mla.rope_dim),
+        )
         return cls(
             architecture=family.architecture,
             vocab_size=hf.vocab_size,
@@ -111,6 +140,9 @@ class ModelConfig(Record):
             mlp_bias=hf.mlp_bias and family.reads_mlp_bias,
             qk_norm=family.qk_norm,
             output_norms=family.output_norms,
+            mla=mla,
+            moe=moe,
+            spare_layers=hf.num_nextn_predict_layers if family.latent else 0,
             dtype=hf.dtype or hf.torch_dtype or "float32",
             bos_token_id=hf.bos_token_id,
             eos_token_ids=hf.eos_token_id,
@@ -128,6 +160,7 @@ class _Family(NamedTuple):
     reads_mlp_bias: bool = False
     qk_norm: bool = False
     output_norms: bool = False
+    latent: bool = False
     thetas: tuple[float, float] | None = None  # of full and of windowed layers, where these have a rope of their own
     defaults: Mapping[str, Any] = {}  # of keys for which transformers has other defaults than those below
 
@@ -138,6 +171,8 @@ FAMILIES = {
     "qwen2": _Family("Qwen2ForCausalLM", window="by layer", attention_bias=True),
     "qwen3": _Family("Qwen3ForCausalLM", window="by layer", reads_attention_bias=True, qk_norm=True,
                      defaults={"head_dim": 128}),
+    "deepseek_v2": _Family("DeepseekV2ForCausalLM", reads_attention_bias=True, latent=True),
+    "deepseek_v3": _Family("DeepseekV3ForCausalLM", reads_attention_bias=True, latent=True),
     "gemma3_text": _Family(
         "Gemma3ForCausalLM", window="by pattern", reads_attention_bias=True, qk_norm=True, output_norms=True,
         thetas=(1e6, 1e4), defaults={"head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True},
@@ -179,6 +214,7 @@ class _HuggingFaceConfig(BaseModel):
     query_pre_attn_scalar: Factor | None = None
     attn_logit_softcapping: None = None
     final_logit_softcapping: None = None
+    num_nextn_predict_layers: Annotated[int, Field(ge=0, le=4096)] = 0  # for speculation, behind the model's own
     use_bidirectional_attention: Literal[False] | None = None
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     dtype: Annotated[DType | None, BeforeValidator(_bare)] = None

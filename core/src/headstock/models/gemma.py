@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstock.models.config import ModelConfig
-from headstock.models.llama import Attend, Llama, Progress, Read
+from headstock.models.decoder import Attend, Progress, Read
+from headstock.models.llama import Llama
 from headstock.models.rope import Rope, rotate
 
 

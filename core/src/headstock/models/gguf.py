@@ -16,7 +16,7 @@ from torch import Tensor
 from headstock.errors import ModelError
 from headstock.models.cache import is_complete, writing
 from headstock.models.config import DType, ModelConfig
-from headstock.models.llama import weight_shapes
+from headstock.models.shapes import weight_shapes
 from headstock.models.weights import INDEX, SINGLE
 
 if TYPE_CHECKING:

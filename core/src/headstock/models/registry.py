@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pkgutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headstock.errors import ModelError
 from headstock.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from headstock.models.llama import Llama
+    from headstock.models.decoder import Decoder
 
 ARCHITECTURES = {
+    "DeepseekV2ForCausalLM": "headstock.models.deepseek:Deepseek",
+    "DeepseekV3ForCausalLM": "headstock.models.deepseek:Deepseek",
     "Gemma3ForCausalLM": "headstock.models.gemma:Gemma3",
     "LlamaForCausalLM": "headstock.models.llama:Llama",
     "MistralForCausalLM": "headstock.models.llama:Llama",
@@ -20,10 +22,10 @@ ARCHITECTURES = {
 }
 
 
-def model_class(config: ModelConfig) -> type[Llama]:
+def model_class(config: ModelConfig) -> type[Decoder[Any]]:
     """The class that runs a config's architecture; raises ModelError where there is none."""
     if config.architecture not in ARCHITECTURES:
         works = ", ".join(ARCHITECTURES)
         raise ModelError("this architecture is not supported", given=config.architecture, works=works)
-    found: type[Llama] = pkgutil.resolve_name(ARCHITECTURES[config.architecture])
+    found: type[Decoder[Any]] = pkgutil.resolve_name(ARCHITECTURES[config.architecture])
     return found

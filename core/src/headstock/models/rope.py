@@ -81,11 +81,6 @@ def _yarn(rope: RopeConfig, frequencies: Tensor, head_dim: int) -> Tensor:
 def _yarn_attention_factor(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
-
-    def mscale(weight: float) -> float:
-        factor = _known(rope.factor)
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
+        return rope.temperature(rope.mscale) / rope.temperature(rope.mscale_all_dim)
+    return rope.temperature(1.0)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from headstock.errors import ModelError
 from headstock.models.record import Factor, Record, Size, parse
 
+Weight = Annotated[float, Field(ge=0, le=1e6)]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -25,9 +29,18 @@ class RopeConfig(Record):
     attention_factor: Factor | None = None
     beta_fast: Factor = 32.0
     beta_slow: Factor = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    mscale: Weight | None = None
+    mscale_all_dim: Weight | None = None
     truncate: bool = True
+
+    def temperature(self, weight: float) -> float:
+        """YaRN's temperature at a weight: 1 + 0.1 · weight · ln(factor)."""
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor and self.factor > 1 else 1.0
+
+    @property
+    def softmax_factor(self) -> float:
+        """What YaRN multiplies the scale of latent attention by: there `mscale_all_dim` is for unrotated parts too."""
+        return self.temperature(self.mscale_all_dim or 0.0) ** 2 if self.rope_type == "yarn" else 1.0
 
 
 # What each rope type needs and what it may have besides `rope_theta`.

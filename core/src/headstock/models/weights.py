@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,11 +46,17 @@ class WeightSource:
                     f"{INDEX} says {name} is in {file}, which does not hold it", works="download both again"
                 )
 
-    def check(self, expected: Mapping[str, tuple[int, ...]], tied: Mapping[str, str] | None = None) -> None:
+    def check(
+        self,
+        expected: Mapping[str, tuple[int, ...]],
+        tied: Mapping[str, str] | None = None,
+        spare: Sequence[str] = (),
+    ) -> None:
         """Compare with the tensors a model needs (name to shape) before anything is allocated.
 
         `tied` maps a tensor that may be left out to the one that stands in for it; where a file holds it all the
-        same it must be equal. Raises ModelError naming the file and the tensor.
+        same it must be equal. `spare` are beginnings of names that may be there besides. Raises ModelError naming the
+        file and the tensor.
         """
         tied = tied or {}
         for name, shape in expected.items():
@@ -65,7 +71,7 @@ class WeightSource:
                 raise ModelError(f"{entry.file}: {name} has a dtype that is not supported",
                                  given=entry.dtype, works=", ".join(READABLE))  # fmt: skip
         for name in self.entries.keys() - expected.keys() - tied.keys():
-            if not name.endswith(COMPUTED):
+            if not name.endswith(COMPUTED) and not name.startswith(tuple(spare)):
                 works = "files and config.json of one and the same model"
                 raise ModelError(f"{self.entries[name].file}: the model has no tensor {name}", works=works)
         for copy, original in tied.items():
