@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from headstock import ForwardBatch, ModelRunner
 from headstock.models.config import ModelConfig
+from headstock.models.shapes import weight_shapes
 from headstock.testing import AttentionConformance
 from headstock.testing.problem import make_problem
 from headstock.testing.specimen import OFFER
@@ -23,19 +28,17 @@ if torch.cuda.is_available():
         backend = OFFER
 
 
-CONFIG = ModelConfig.from_hf(
-    {
+RAW = {
         "model_type": "qwen2", "vocab_size": 128, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3,
         "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256, "sliding_window": 16,
         "use_sliding_window": True, "max_window_layers": 1,
-    }
-)  # fmt: skip
+}  # fmt: skip
 
 
-def logits(device: str) -> torch.Tensor:
+def logits(folder: Path, device: str) -> torch.Tensor:
     """Three requests of different lengths, prefilled together and then decoded for some steps, in float32."""
     runner = ModelRunner(
-        CONFIG, device=device, dtype="float32", max_batch=4, kv_tokens=1024, offers=attention_backends()
+        folder, device=device, dtype="float32", max_batch=4, kv_tokens=1024, offers=attention_backends()
     )
     slots = [runner.pages.open() for _ in range(3)]
     prompts = [[(7 * i + j) % 128 for j in range(n)] for i, n in enumerate((5, 33, 70))]
@@ -44,8 +47,14 @@ def logits(device: str) -> torch.Tensor:
     return torch.cat(steps).cpu()
 
 
-def test_logits_are_those_of_the_cpu():
-    torch.testing.assert_close(logits("cuda"), logits("cpu"), atol=1e-3, rtol=0)
+def test_logits_are_those_of_the_cpu(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(RAW), encoding="utf-8")
+    shapes = weight_shapes(ModelConfig.from_hf(RAW))
+    save_file(
+        {name: torch.randn(shape) * 0.05 + float(name.endswith("norm.weight")) for name, shape in shapes.items()},
+        tmp_path / "model.safetensors",
+    )
+    torch.testing.assert_close(logits(tmp_path, "cuda"), logits(tmp_path, "cpu"), atol=1e-3, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch says so of its own switch

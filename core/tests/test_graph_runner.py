@@ -16,7 +16,9 @@ from headstock.kv.pool import KVPool
 from headstock.layer import AttentionLayer
 from headstock.models.config import ModelConfig
 from headstock.models.llama import Llama
-from headstock.runner.graph import CaptureReport, GraphBackend, GraphRunner, bucket_sizes
+from headstock.runner.graph import CaptureReport, Fallback, GraphBackend, GraphRunner
+from headstock.runner.limits import bucket_sizes
+from headstock.runner.static_batch import GroupPages
 from headstock.testing.mutants import AsksTheDevice, StaleLengths
 from headstock.testing.problem import make_spec
 from headstock.testing.specimen import Specimen
@@ -52,14 +54,16 @@ class Machine:
         self.model.init_random()
         pool = KVPool(self.spec, NHD, 3, SLOTS * width + 1)
         self.layers = [AttentionLayer(index, view) for index, view in enumerate(pool.views)]
-        group = GraphBackend(backend.__name__, self.backend, self.spec, self.table)
-        self.graphs = GraphRunner(Device.open(device), {"all": group}, self.run)
+        group = GraphBackend("all", backend.__name__, self.backend, self.spec, GroupPages(self.table))
+        self.graphs = GraphRunner(Device.open(device), [group], self.run)
 
-    def run(self, ids: torch.Tensor, positions: torch.Tensor, batches: Mapping[str, ForwardBatch]) -> torch.Tensor:
+    def run(
+        self, ids: torch.Tensor, positions: torch.Tensor, batches: Mapping[str, ForwardBatch], rows: Any = None
+    ) -> Any:
         def attend(index: int, q: Any, k: Any, v: Any, out: Any) -> None:
             self.backend.forward(q, k, v, self.layers[index], batches["all"], out=out)
 
-        return self.model.forward(ids, positions, attend)
+        return self.model.forward(ids, positions, attend, rows)
 
     @torch.inference_mode()
     def eager(self, slots: list[int], lens: list[int], tokens: list[int]) -> torch.Tensor:
@@ -93,8 +97,8 @@ def test_a_replayed_generation_is_an_eager_one(device):
         got = replayed.graphs.step(running, seq_lens, tokens)
         assert got is not None
         torch.testing.assert_close(got.logits, want, atol=1e-5, rtol=0)
-        assert torch.equal(got.tokens, want.argmax(-1))
-    assert (replayed.graphs.replays, replayed.graphs.fallbacks) == (20, {})
+        assert torch.equal(got.sampled.tokens, want.argmax(-1))
+    assert (replayed.graphs.replays.total(), replayed.graphs.fallbacks) == (20, {})
 
 
 def test_what_no_size_holds_runs_eagerly_and_is_counted():
@@ -105,9 +109,11 @@ def test_what_no_size_holds_runs_eagerly_and_is_counted():
     assert machine.graphs.step([0], [3], [1, 2]) is None
     assert machine.graphs.step([0], [3], [1]) is not None
     assert machine.graphs.fallbacks == {
-        "not captured": 1, "no graph for 5 rows of 1 tokens": 1, "no graph for 1 rows of 2 tokens": 1,
-    }  # fmt: skip
-    assert machine.graphs.replays == 1
+        Fallback("capture", "not captured"): 1,
+        Fallback("size", "no graph for 5 rows of 1 token"): 1,
+        Fallback("size", "no graph for 1 rows of 2 tokens"): 1,
+    }
+    assert machine.graphs.replays == {GraphBucket(1): 1}
 
 
 class Hesitant(Specimen):
@@ -124,7 +130,7 @@ def test_a_backends_own_reason_to_run_eagerly_is_counted():
     machine.graphs.capture()
     assert machine.graphs.step([0, 1], [3, 4], [1, 2]) is None
     assert machine.graphs.step([0, 1, 2], [3, 4, 5], [1, 2, 3]) is not None
-    assert machine.graphs.fallbacks == {"two rows are too many": 1}
+    assert machine.graphs.fallbacks == {Fallback("backend", "two rows are too many"): 1}
 
 
 class Changeable(Specimen):
@@ -144,8 +150,9 @@ def test_a_backend_that_cannot_be_captured_is_named_and_runs_eagerly(backend, sa
     assert told == reports
     assert all(isinstance(report, CaptureReport) and said in report.failure for report in reports)
     assert machine.graphs.step([0], [3], [1]) is None
-    [reason] = machine.graphs.fallbacks
-    assert said in reason
+    [fallback] = machine.graphs.fallbacks
+    assert fallback.kind == "capture"
+    assert said in fallback.reason
 
 
 def test_a_backend_with_stale_lengths_is_caught_by_comparing_with_an_eager_step():

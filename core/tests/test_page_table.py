@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headstock.device import Device
 from headstock.errors import HeadstockError, OutOfPages, RequestError
 from headstock.kv.allocator import PageAllocator
 from headstock.kv.page_table import PageTable
+from headstock.kv.window import WindowPages
 
 
 def table(num_pages=9, page_size=4, max_requests=3, max_context=24):
@@ -170,3 +172,64 @@ def test_misuse_is_refused_and_changes_nothing():
             misuse()
     assert pages.length(slot) == 5
     assert pages.allocator.num_free == 6
+
+
+def test_whatever_state_it_is_in_it_can_be_cleared_and_its_mirrors_follow():
+    window = WindowPages(5, 9, 4, 9, 3)
+    pages = PageTable(PageAllocator(9), 4, 3, 24, {5: window})
+    mirrors = [pages.mirror(Device.open("cpu")), window.mirror(Device.open("cpu"))]
+    for tokens in (9, 4):
+        pages.reserve({(slot := pages.open()): tokens})
+        pages.advance(slot, tokens)
+    for mirror in mirrors:
+        mirror.update()
+        assert mirror.tensor.count_nonzero() == 4
+    window._readers[1] += 1
+    pages._free_slots.pop()
+    pages.allocator.allocate(2)
+    pages.clear()
+    for mirror in mirrors:
+        mirror.update()
+        assert mirror.tensor.count_nonzero() == 0
+    assert (pages.allocator.num_free, window.allocator.num_free, pages.num_free_slots) == (8, 8, 3)
+    slots = [pages.open() for _ in range(3)]
+    pages.reserve({slots[0]: 20, slots[1]: 12})
+    pages.check()
+
+
+def test_a_mirror_loses_nothing_when_it_is_interrupted(monkeypatch):
+    pages = table()
+    mirror = pages.mirror(Device.open("cpu"))
+    pages.reserve({pages.open(): 9})
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mirror, "put", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            mirror.update()
+    mirror.update()
+    assert mirror.tensor[0].tolist() == [1, 2, 3, 0, 0, 0]
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_a_mirror_is_the_table_whatever_has_changed_and_however_it_is_sent(data):
+    pages = PageTable(PageAllocator(40), 4, 3, 24)
+    mirror, held = pages.mirror(Device.open("cpu")), []
+    for _ in range(data.draw(st.integers(1, 12))):
+        if held and data.draw(st.booleans()):
+            pages.close(held.pop())
+        elif len(held) < 3:
+            held.append(pages.open())
+        for slot in held:
+            pages.reserve({slot: data.draw(st.integers(0, 24))})
+        if data.draw(st.booleans()):
+            mirror.put(torch.tensor(mirror.pending(data.draw(st.integers(1, 4)))))
+            mirror.settled()
+        else:
+            mirror.update()
+        want = pages.rows(range(3), 24)
+        assert torch.equal(mirror.tensor[:3], want)
+        assert not mirror.tensor[3].any(), "the null row"

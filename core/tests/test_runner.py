@@ -24,7 +24,8 @@ from headstock.errors import (
 )
 from headstock.kv.layout import NHD, PagedView
 from headstock.models.config import ModelConfig
-from headstock.models.llama import Llama, weight_shapes
+from headstock.models.llama import Llama
+from headstock.models.shapes import weight_shapes
 from headstock.models.weights import WeightSource
 from headstock.negotiate import Policy
 from headstock.offer import Candidate, Fault
@@ -230,12 +231,12 @@ def test_phases_may_have_different_winners_and_share_one_cache(folder):
         offer(name="quick", phases=["decode"]),
         offer(name="both", preference=-1),
     )
-    assert {role: instance.candidate.name for (_, role), instance in ours.roles.items()} == {
+    assert {role: servers.first.candidate.name for (_, role), servers in ours.roles.items()} == {
         "extend": "wide",
         "decode": "quick",
     }
     close(run(ours, prompt, (10, 11)), dense_logits(folder, prompt)[-1])
-    wide, quick = (ours.roles["all", role].backend for role in ("extend", "decode"))
+    wide, quick = (ours.roles["all", role].first.backend for role in ("extend", "decode"))
     assert wide.seen[-1] == ("extend", 1, 10)
     assert quick.seen[-2:] == [("decode", 1, 1)] * 2
 
@@ -245,13 +246,13 @@ def test_an_explicit_choice_is_kept_in_any_spelling(folder, name):
     offers = [offer(preference=5), offer(name="second-best", aliases=("runner_up",))]
     ours = runner(folder, *offers, policy=Policy(backends={"all": name}))
     expected = "plain" if name.lower() == "plain" else "second-best"
-    assert {instance.candidate.name for instance in ours.roles.values()} == {expected}
+    assert {instance.candidate.name for instance in ours.instances} == {expected}
 
 
 def test_a_choice_for_one_phase_leaves_the_other_to_negotiation(folder):
     offers = [offer(preference=5), offer(name="other")]
     ours = runner(folder, *offers, policy=Policy(backends={"decode": "other"}))
-    assert [ours.roles["all", role].candidate.name for role in ("extend", "decode")] == ["plain", "other"]
+    assert [ours.roles["all", role].first.candidate.name for role in ("extend", "decode")] == ["plain", "other"]
 
 
 def test_a_layout_that_a_plugin_brings_holds_the_cache(folder):
@@ -304,7 +305,7 @@ def test_workspaces_are_aligned_zeroed_and_scratch_is_shared(folders):
     first, second = (instance.backend.workspace for instance in ours.instances)
     assert first.scratch.data_ptr() == second.scratch.data_ptr()
     assert first.state.data_ptr() != second.state.data_ptr()
-    assert (first.scratch.numel(), first.state.numel()) == (1000, 300)
+    assert (first.scratch.numel(), second.scratch.numel(), first.state.numel()) == (70, 1000, 300)
     for memory in (first.scratch, first.state, second.state):
         assert memory.dtype == torch.uint8
         assert memory.data_ptr() % 256 == 0
@@ -369,7 +370,7 @@ def faulty(case, **fields):
 @pytest.mark.parametrize("case", FAULTS)
 def test_a_backend_that_fails_is_passed_over_loudly_where_nobody_asked_for_it(folder, case):
     ours = runner(folder, faulty(case, preference=9), offer())
-    assert {instance.candidate.name for instance in ours.roles.values()} == {"plain"}
+    assert {instance.candidate.name for instance in ours.instances} == {"plain"}
     [notice] = [each for each in ours.notices if "faulty" in each]
     assert FAULTS[case][1] in notice
     assert "choosing again without faulty" in notice
@@ -446,7 +447,7 @@ def test_refusals_come_before_weights_are_read(folder, tmp_path):
         ({"max_context": 97}, "at most 96, the model's own"),
         ({"max_batch": 0}, "max_batch is too small"),
         ({"max_tokens": 3}, "max_tokens is too small; given: 3; would work: 4 or more"),
-        ({"mixed": "both"}, 'not a way to run a step; given: both; would work: "extend" or "split"'),
+        ({"mixed": "both"}, 'not a way to run a step; given: both; would work: "auto", "extend" or "split"'),
         ({"device": "nowhere"}, "unknown device"),
         ({"dtype": "float33"}, "float33"),
         ({"kv_dtype": "int3"}, "int3"),

@@ -84,7 +84,7 @@ def runner(*offers, model=ONE_GROUP, backends=None, **given):
 
 
 def served(ours):
-    return {f"{group}/{role}": instance.candidate.name for (group, role), instance in ours.roles.items()}
+    return {f"{group}/{role}": servers.first.candidate.name for (group, role), servers in ours.roles.items()}
 
 
 # A backend named for one phase and chosen for the other too
@@ -96,7 +96,7 @@ def test_what_was_named_for_decode_and_fails_in_extend_stays_for_decode(backend,
     bad = offer(backend, "bad", PREFERRED, aliases=("worse",))
     ours = runner(bad, offer(), backends={"decode": named})
     assert served(ours) == {"all/extend": "plain", "all/decode": "bad"}
-    assert ours.roles["all", "decode"].spec.phases == {"decode"}
+    assert ours.roles["all", "decode"].first.spec.phases == {"decode"}
     [notice] = ours.notices
     assert "the backend bad (in this process) failed: RuntimeError: no prefill kernel" in notice
     assert "choosing again without bad, but for decode, as asked for" in notice

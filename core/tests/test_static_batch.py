@@ -8,33 +8,35 @@ from hypothesis import strategies as st
 
 from headstock import ForwardBatch
 from headstock.backend import GraphBucket
-from headstock.runner.static_batch import BUFFERS, StaticBatches
+from headstock.device import Device
+from headstock.runner.static_batch import BUFFERS, GroupPages, StaticStep
 from headstock.testing.problem import make_spec
 
 SLOTS, CONTEXT = 6, 32
 
 
-def batches(n: int = 1, page_size: int = 4) -> StaticBatches:
+def static_step(n: int = 1, page_size: int = 4) -> tuple[StaticStep, torch.Tensor]:
     buckets = tuple(GraphBucket(size, n) for size in (1, 2, 4))
     spec = make_spec({"graph_buckets": buckets, "page_size": page_size, "max_context": CONTEXT}, [n])
     table = torch.randint(1, 100, (SLOTS + 1, -(-CONTEXT // page_size)), dtype=torch.int32)
     table[SLOTS] = 0
-    return StaticBatches(spec, table)
+    return StaticStep(Device.open("cpu"), {"all": (spec, GroupPages(table))}), table
 
 
 def test_every_size_is_a_prefix_of_the_same_buffers():
-    static = batches()
+    static, _ = static_step()
     for name in BUFFERS:
-        assert len({getattr(batch, name).data_ptr() for batch in static.batches.values()}) == 1
+        assert len({getattr(batch["all"], name).data_ptr() for batch in static.batches.values()}) == 1
     assert list(static.batches) == [GraphBucket(4), GraphBucket(2), GraphBucket(1)], "largest first"
 
 
 def test_addresses_and_the_plan_survive_a_fill():
-    static, bucket = batches(), GraphBucket(4)
-    before = {name: getattr(static.batches[bucket], name).data_ptr() for name in BUFFERS}
-    static.batches[bucket].metadata = plan = object()
-    batch = static.fill(bucket, [3, 1], [5, 9], "replay")
-    assert batch is static.batches[bucket]
+    static, bucket = static_step()[0], GraphBucket(4)
+    before = {name: getattr(static.batches[bucket]["all"], name).data_ptr() for name in BUFFERS}
+    static.batches[bucket]["all"].metadata = plan = object()
+    batch = static.fill(bucket, [3, 1], [5, 9], "replay", [7, 8])["all"]
+    assert batch is static.batches[bucket]["all"]
+    assert static.ids(bucket).tolist() == [7, 8, 0, 0]
     assert {name: getattr(batch, name).data_ptr() for name in BUFFERS} == before
     assert batch.metadata is plan
     assert (batch.graph, batch.num_real_reqs, batch.num_reqs, batch.max_seq_len) == ("replay", 2, 4, CONTEXT)
@@ -44,18 +46,21 @@ def test_addresses_and_the_plan_survive_a_fill():
 @settings(deadline=None)
 def test_a_fill_is_the_padded_batch_and_nothing_of_the_fill_before(data):
     n, page = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4, 16]))
-    static = batches(n, page)
+    static, table = static_step(n, page)
     for _ in range(3):
         bucket = data.draw(st.sampled_from(list(static.batches)))
         count = data.draw(st.integers(0, bucket.batch))
         slots = data.draw(st.permutations(range(SLOTS)))[:count]
         lens = data.draw(st.lists(st.integers(n, CONTEXT), min_size=count, max_size=count))
-        batch = static.fill(bucket, slots, lens, "replay")
+        batch = static.fill(bucket, slots, lens, "replay")["all"]
         padding = bucket.batch - count
+        rows = table[[*slots, *[SLOTS] * padding]]
+        for row, length in zip(rows, lens, strict=False):
+            row[-(-length // page) :] = 0  # what is not in use
         want = ForwardBatch.from_lengths(
             [n] * bucket.batch,
             [*lens, *[n] * padding],
-            static.table[[*slots, *[SLOTS] * padding]],
+            rows,
             page,
             phase="decode",
         )

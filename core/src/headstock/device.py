@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +40,31 @@ class DeviceGraph(Protocol):
     """Recorded device work that can be run again on the same memory."""
 
     def replay(self) -> None: ...
+
+
+class GraphPool(NamedTuple):
+    """Memory that graphs share, and the stream they are recorded on, whose libraries then need one workspace."""
+
+    handle: Any = None
+    stream: Any = None
+
+
+class Event(Protocol):
+    """A point in a device's work that the host can wait for."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _Done:
+    """The event of a device that has done its work when a call returns."""
+
+    def record(self) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +115,32 @@ class Device:
         """Zeroed host memory that this device reads while the host goes on, where it has such."""
         return torch.zeros(shape, dtype=dtype, pin_memory=self.torch.type == "cuda")
 
+    def event(self) -> Event:
+        """A point in this device's work, still to be recorded; until then there is nothing to wait for.
+
+        Recorded in a capture, it is passed at every replay.
+        """
+        return torch.cuda.Event(external=True) if self.torch.type == "cuda" else _Done()  # type: ignore[no-untyped-call]
+
     def synchronize(self) -> None:
         """Waits until the device has done all work issued so far."""
         if self.torch.type == "cuda":
             torch.cuda.synchronize(self.torch)
+
+    def seconds(self, run: Callable[[], None]) -> float:
+        """How long this device works on what `run` issues: between two marks on its stream, or on the host's clock."""
+        if self.torch.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            return float(begin.elapsed_time(end)) / 1e3
+        self.synchronize()
+        started = time.perf_counter()
+        run()
+        self.synchronize()
+        return time.perf_counter() - started
 
     def allocations(self) -> int:
         """How many times memory of this device was handed out so far; 0 where the device does not tell."""
@@ -100,23 +148,25 @@ class Device:
             return 0
         return int(torch.cuda.memory_stats(self.torch)["allocation.all.allocated"])
 
+    def graph_pool(self) -> GraphPool:
+        """What the graphs of one model share."""
+        if self.torch.type != "cuda":
+            return GraphPool()
+        return GraphPool(torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.torch))  # type: ignore[no-untyped-call]
+
     @contextmanager
-    def warming_up(self) -> Iterator[None]:
-        """Runs what is inside as a capture needs it to have run before: on a stream of its own, and to its end."""
+    def warming_up(self, pool: GraphPool | None = None) -> Iterator[None]:
+        """Runs what is inside as a capture into `pool` needs it to have run before: on its stream, and to its end."""
         if self.torch.type != "cuda":
             yield
             return
-        stream = torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]
+        stream = (pool or self.graph_pool()).stream
         current = torch.cuda.current_stream(self.torch)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             yield
         current.wait_stream(stream)
         self.synchronize()
-
-    def graph_pool(self) -> Any:
-        """Memory that the graphs of one model share, as `capture` takes it."""
-        return torch.cuda.graph_pool_handle() if self.torch.type == "cuda" else None
 
     @contextmanager
     def no_sync(self, strict: bool = True) -> Iterator[None]:
@@ -133,14 +183,14 @@ class Device:
             finally:
                 torch.cuda.set_sync_debug_mode(before)
 
-    def capture(self, run: Callable[[], None], pool: Any = None) -> DeviceGraph:
-        """Records what `run` does on this device's current stream; `pool` is memory that captures share.
+    def capture(self, run: Callable[[], None], pool: GraphPool | None = None) -> DeviceGraph:
+        """Records what `run` does on this device's current stream.
 
         Raises HostSync where recorded code waits for the device, as far as the device can tell.
         """
         if self.torch.type == "cuda":
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            graph, pool = torch.cuda.CUDAGraph(), pool or self.graph_pool()
+            with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream):
                 run()
             return graph
         from headstock.runner.recording import record

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import pluggy
 
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from headstock.batch import ForwardBatch
     from headstock.decision import Decision
     from headstock.offer import Offer
+    from headstock.runner.graph import CaptureReport
 
 hookspec = pluggy.HookspecMarker("headstock")
 hookimpl = pluggy.HookimplMarker("headstock")
@@ -22,13 +24,21 @@ def attention_backends() -> list[Offer]:  # type: ignore[empty-body]
 
 
 @hookspec
+def doctor_facts() -> Mapping[str, str]:  # type: ignore[empty-body]
+    """What `doctor` tells of this plugin here, by what it is: versions, compiled kernels, what is switched off and why.
+
+    Called in a process of its own, with no model: import what it takes.
+    """
+
+
+@hookspec
 def on_decision(decision: Decision) -> None:
     """Called once the backends are chosen and have passed their probes, before weights are loaded."""
 
 
 @hookspec
 def before_forward(batch: ForwardBatch) -> None:
-    """Called before each step's planning, once per layer group and segment; never per layer, never inside a graph."""
+    """Called before each step is planned, or replayed, once per layer group and segment; never per layer."""
 
 
 @hookspec
@@ -37,5 +47,5 @@ def after_forward(batch: ForwardBatch) -> None:
 
 
 @hookspec
-def on_capture(report: Any) -> None:
-    """Called after the graphs are captured, with what each bucket cost."""
+def on_capture(report: Sequence[CaptureReport]) -> None:
+    """Called after the decode graphs are captured, with what each size cost and why one has no graph."""

@@ -16,8 +16,9 @@ class AttentionLayer:
     """One attention layer as a backend sees it.
 
     `kv` is the layer's cache, None where nothing is cached (ragged). `k_scale` and `v_scale` are host floats: the cache
-    holds x / scale, a reader multiplies by scale. `sinks` [Hq] float32 is one more logit per head, neither scaled nor
-    capped. `alibi_slopes` [Hq] float32 adds slope · (key position − query position) to a scaled, capped logit.
+    holds x / scale, a reader multiplies by scale; a latent cache has one, `k_scale`. `sinks` [Hq] float32 is one more
+    logit per head, neither scaled nor capped. `alibi_slopes` [Hq] float32 adds slope · (key position − query position)
+    to a scaled, capped logit.
     """
 
     index: int

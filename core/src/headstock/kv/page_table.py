@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headstock.device import Device
 from headstock.errors import HeadstockError, OutOfPages, RequestError
 from headstock.kv.allocator import PageAllocator
+from headstock.kv.mirror import Mirror
 from headstock.kv.window import WindowPages
 
 
@@ -17,8 +19,8 @@ class PageTable:
     """Requests by slot: their pages, in order, and their cached lengths in tokens.
 
     A row may begin with pages that the prefix cache owns; the others are the request's own, freed when it is closed.
-    The table itself is int32 [max_requests, max_pages] on the host, with unused entries 0, the null page; `rows` brings
-    what a batch needs to the device.
+    The table itself is int32 [max_requests + 1, max_pages] on the host, with unused entries 0, the null page, and an
+    empty last row; `rows` brings what a batch needs to the device, and a `mirror` keeps all of it there.
 
     `windows` are the caches of layers that read no more than a window, by its size. They follow the table page by page;
     where every layer has a window, the table is a count of tokens without a cache of its own.
@@ -39,7 +41,8 @@ class PageTable:
         self._shared = [0] * max_requests  # how many pages at the start of each row the prefix cache owns
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._open = [False] * max_requests
-        self._table = np.zeros((max_requests, self.pages_for(max_context)), dtype=np.int32)
+        self._table = np.zeros((max_requests + 1, self.pages_for(max_context)), dtype=np.int32)
+        self._mirror: Mirror | None = None
         self.version = 0
 
     def pages_for(self, num_tokens: int) -> int:
@@ -67,7 +70,7 @@ class PageTable:
         for window in self.windows.values():
             window.open(slot, shared)
         self._pages[slot] = list(shared)
-        self._table[slot, : len(shared)] = shared
+        self._write(slot, 0, shared)
         self._shared[slot] = len(shared)
         self.version += 1
         self.lengths[slot] = len(shared) * self.page_size
@@ -112,7 +115,7 @@ class PageTable:
                     window.replace(slot, *each)
             self.allocator.free([page for _, page, _ in swapped])
             row[:new] = shared
-            self._table[slot, :new] = shared
+            self._write(slot, 0, shared)
         self._shared[slot] = new
         self.version += 1
 
@@ -130,8 +133,8 @@ class PageTable:
                 raise RequestError("a request has outgrown its context", given=given)
             if num_tokens < 0:
                 raise HeadstockError("a request holds no fewer than 0 tokens", given=num_tokens)
-            if count := self.missing(slot, num_tokens):
-                missing[slot] = count
+            if num_tokens > len(self._pages[slot]) * self.page_size:
+                missing[slot] = self.missing(slot, num_tokens)
         for window in self.windows.values():
             self._make_room(window, wanted, sum(missing.values()))
         fresh = self.allocator.allocate(sum(missing.values()))
@@ -139,7 +142,7 @@ class PageTable:
             window.extend(fresh)
         for slot, count in missing.items():
             held, pages, fresh = self._pages[slot], fresh[:count], fresh[count:]
-            self._table[slot, len(held) : len(held) + count] = pages
+            self._write(slot, len(held), pages)
             held.extend(pages)
 
     def _make_room(self, window: WindowPages, slots: Iterable[int], count: int) -> None:
@@ -163,15 +166,41 @@ class PageTable:
             )  # fmt: skip
         self.lengths[slot] += num_tokens
 
+    def after(self, slots: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
+        """The tokens of each row once it has so many more, by slot."""
+        try:
+            return {slot: self.lengths[slot] + count for slot, count in zip(slots, counts, strict=True)}
+        except IndexError:
+            self._check_open(max(slots))
+            raise
+
+    def commit(self, lengths: Mapping[int, int]) -> None:
+        """Counts so many tokens as cached, by slot, for which `reserve` has just made room."""
+        for slot, length in lengths.items():
+            self.lengths[slot] = length
+
     def close(self, slot: int) -> None:
         """Gives the slot and its own pages back."""
         self._check_open(slot)
         for window in self.windows.values():
             window.close(slot, self._pages[slot])
         self.allocator.free(self._pages[slot][self._shared[slot] :])
-        self._table[slot, : len(self._pages[slot])] = 0
+        self._write(slot, 0, [0] * len(self._pages[slot]))
         self._pages[slot], self._shared[slot], self.lengths[slot], self._open[slot] = [], 0, 0, False
         self._free_slots.append(slot)
+        self.version += 1
+
+    def clear(self) -> None:
+        """Closes every row and frees every page, whoever holds them, in whatever state an interruption left them."""
+        self.allocator.clear()
+        for window in self.windows.values():
+            window.clear()
+        count = len(self.lengths)
+        self._pages, self._shared = [[] for _ in range(count)], [0] * count
+        self.lengths[:], self._open = [0] * count, [False] * count
+        self._free_slots = list(range(count - 1, -1, -1))
+        for slot in range(count):
+            self._write(slot, 0, [0] * self._table.shape[1])
         self.version += 1
 
     def rows(self, slots: Sequence[int], max_tokens: int, device: torch.device | str = "cpu") -> Tensor:
@@ -181,10 +210,21 @@ class PageTable:
         width = self.pages_for(max_tokens)
         return torch.from_numpy(self._table[list(slots), :width]).to(device, non_blocking=True)
 
+    def mirror(self, device: Device) -> Mirror:
+        """The whole table as `device` has it, int32 [max_requests + 1, max_pages]; made once, and kept up to date."""
+        if self._mirror is None:
+            self._mirror = Mirror(torch.from_numpy(self._table), device, spare=self._table.size - 1)
+        return self._mirror
+
     def check(self) -> None:
         """Asserts that the windows' caches are in order. For tests and debugging."""
         for window in self.windows.values():
             window.check({slot: pages for slot, pages in enumerate(self._pages) if pages})
+
+    def _write(self, slot: int, place: int, pages: Sequence[int]) -> None:
+        self._table[slot, place : place + len(pages)] = pages
+        if self._mirror is not None:
+            self._mirror.note(slot * self._table.shape[1] + place, pages)
 
     def _check_open(self, slot: int) -> None:
         if not (0 <= slot < len(self._open) and self._open[slot]):

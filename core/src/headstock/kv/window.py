@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from headstock.device import Device
 from headstock.kv.allocator import PageAllocator
+from headstock.kv.mirror import Mirror
 
 
 class WindowPages:
@@ -25,6 +27,7 @@ class WindowPages:
         self.allocator = PageAllocator(num_pages)
         self.of = [0] * table_pages
         self._of = torch.zeros(table_pages, dtype=torch.int32)  # the same
+        self._mirror: Mirror | None = None
         self._readers = [0] * table_pages  # rows that have the page in their window
         self._idle: OrderedDict[int, None] = OrderedDict()  # held, but in the window of no row
         self._first = [0] * max_requests  # the first page in each row's window
@@ -96,6 +99,14 @@ class WindowPages:
         self._leave(pages[self._first[slot] :])
         self._first[slot] = 0
 
+    def clear(self) -> None:
+        """Forgets all rows and frees every page."""
+        self.allocator.clear()
+        self._readers, self._first = [0] * len(self._readers), [0] * len(self._first)
+        self._idle.clear()
+        for page in range(len(self.of)):
+            self._put(page, 0)
+
     def rows(self, slots: Sequence[int], table: Tensor, seq_lens: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Rows of the page table, int32 [B, W], as they are here: from the first page in each window on, int32 [B, W'].
 
@@ -106,6 +117,12 @@ class WindowPages:
         columns = torch.tensor(firsts)[:, None] + torch.arange(-(-max(lens) // self.page_size))
         pages = table.gather(1, columns.clamp(max=table.shape[1] - 1)).masked_fill_(columns >= table.shape[1], 0)
         return self._of[pages.long()], lens
+
+    def mirror(self, device: Device) -> Mirror:
+        """`of` as `device` has it, int32 [table pages]; made once, and kept up to date from then on."""
+        if self._mirror is None:
+            self._mirror = Mirror(self._of, device, spare=0)
+        return self._mirror
 
     def check(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Asserts that every page is free, kept or read, by these rows alone. For tests and debugging."""
@@ -120,6 +137,8 @@ class WindowPages:
     def _put(self, page: int, own: int) -> None:
         self.of[page] = own
         self._of[page] = own
+        if self._mirror is not None:
+            self._mirror.note(page, [own])
 
     def _read(self, pages: Iterable[int]) -> None:
         for page in pages:

@@ -8,37 +8,67 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headstock.backend import AttentionBackend, BackendSpec, GraphBucket, GraphFallback
 from headstock.batch import ForwardBatch
-from headstock.device import Device, DeviceGraph
+from headstock.device import Device, DeviceGraph, GraphPool
 from headstock.errors import HeadstockError
-from headstock.runner.static_batch import StaticBatches
+from headstock.kv.mirror import Mirror
+from headstock.models.config import ModelConfig
+from headstock.plugins import Observers
+from headstock.runner.levels import Shared
+from headstock.runner.sampler import Sampled, greedy
+from headstock.runner.static_batch import GroupPages, StaticStep
+from headstock.runner.step import Steps
 
-Run = Callable[[Tensor, Tensor, Mapping[str, ForwardBatch]], Tensor]
-"""What is captured: (token ids [T], positions [T], each group's planned batch) to logits [T, vocab]."""
+Run = Callable[[Tensor, Tensor, Mapping[str, ForwardBatch], Tensor | None], Tensor]
+"""What is captured: (token ids [T], positions [T], each group's planned batch, rows [R] or None) to logits [R, vocab].
+`rows` picks, in the order of the caller, what goes through the head; None is all of it as it runs."""
 
-DEFAULT_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+LAYER_BYTES, LIBRARY_BYTES = 1 << 16, 112 << 20
+"""What the driver keeps for the kernels of a layer in a graph, and libraries for the stream that captures. On an H200
+graphs of up to 128 rows, four sizes with a level and without, took 192 MiB with Llama-3-8B, 103 of them the libraries',
+and 232 with DeepSeek-V2-Lite, 100 of them theirs."""
 
 
 class GraphBackend(NamedTuple):
-    """The decode backend of one layer group, and the group's page table on the device, int32 [slots + 1, W]."""
+    """A decode backend of one layer group, captured in its spec's `graph_buckets`, and where the group's rows lie."""
 
+    group: str
     name: str
     backend: AttentionBackend
     spec: BackendSpec
-    table: Tensor
+    pages: GroupPages
+
+    @property
+    def key(self) -> str:
+        """What tells it from the others, of its group and of others."""
+        return f"{self.group}/{self.name}"
+
+
+Cause = Literal["size", "capture", "backend"]
+"""What keeps a step from a graph: no captured size holds it, the one that does has no graph, or a backend says so."""
+
+
+class Fallback(NamedTuple):
+    """Why a step ran eagerly, for programs and in words."""
+
+    kind: Cause
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class Replayed(NamedTuple):
-    """What a replay left: logits [R, vocab] and the greedy token of each row, int64 [R]; the next one reuses both."""
+    """What a replay left: logits [R, vocab] and the greedy token of each row. The next one writes over both."""
 
     logits: Tensor
-    tokens: Tensor
+    sampled: Sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,89 +84,131 @@ class CaptureReport:
 @dataclass(slots=True)
 class _Captured:
     graph: DeviceGraph
-    logits: Tensor
-    tokens: Tensor
+    result: Replayed
     described: Mapping[str, Mapping[str, str | int | bool]]
 
 
-def bucket_sizes(max_batch: int, sizes: Sequence[int] = DEFAULT_SIZES) -> tuple[int, ...]:
-    """The batch sizes to capture: `sizes` up to `max_batch`, and `max_batch` itself, always."""
-    if any(size < 1 for size in sizes):
-        raise HeadstockError("captured batch sizes are 1 or more", given=list(sizes))
-    return tuple(sorted({size for size in sizes if size < max_batch} | {max_batch}))
+def graph_bytes(config: ModelConfig, itemsize: int, sizes: Sequence[int]) -> int:
+    """Bytes that graphs of these sizes take beside the workspaces, from shapes: an estimate, which captures measure.
+
+    The largest size's activations, whose memory the others use again; its logits, twice; and the kernels' arguments.
+    """
+    if not sizes:
+        return 0
+    rows = max(sizes)
+    heads, mla, moe = config.num_heads + 2 * config.num_kv_heads, config.mla, config.moe
+    attention = heads * config.head_dim if mla is None else config.num_heads * (config.head_dim + mla.latent_dim)
+    experts = 0 if moe is None else moe.num_experts * moe.intermediate_size
+    row = 4 * config.hidden_size + 3 * (attention + max(config.intermediate_size, experts)) + 2 * config.vocab_size
+    return rows * row * itemsize + len(sizes) * config.num_layers * LAYER_BYTES + LIBRARY_BYTES
 
 
 class GraphRunner:
     """Every captured decode step of a model, over buffers that all sizes share.
 
     `run` is captured from the token ids to the greedy token, once for each of the specs' buckets, largest first and in
-    one memory pool. Afterwards `step` replays the smallest size that holds a batch. What cannot be replayed is counted
-    in `fallbacks` by its reason, and the caller runs it eagerly.
+    one memory pool. Afterwards `step` replays the smallest size that holds a batch, counted in `replays`. What cannot
+    be replayed is counted in `fallbacks` by its reason, and the caller runs it eagerly. Each replay brings `mirrors` up
+    to date; `observers` hear of each forward. One of the `backends` serves each bucket and layer group: `serving`; and
+    `batches` has its batch.
     """
 
-    def __init__(self, device: Device, groups: Mapping[str, GraphBackend], run: Run):
-        self.device, self.groups, self.run = device, groups, run
-        self.fallbacks: Counter[str] = Counter()
-        self.replays = 0
-        self.static = {name: StaticBatches(group.spec, group.table) for name, group in groups.items()}
-        self.buckets = list(next(iter(self.static.values())).batches)
-        tokens = max(bucket.batch * bucket.query_len for bucket in self.buckets)
-        self._ids = torch.zeros(tokens, dtype=torch.int64, device=device.torch)
-        self._staged = [device.pinned((tokens,), torch.int64) for _ in range(2)]
+    def __init__(
+        self,
+        device: Device,
+        backends: Sequence[GraphBackend],
+        run: Run,
+        mirrors: Sequence[Mirror] = (),
+        observers: Observers | None = None,
+    ):
+        self.device, self.backends, self.run = device, backends, run
+        self.observers = observers or Observers([], lambda notice: None)
+        self.fallbacks: Counter[Fallback] = Counter()
+        self.replays: Counter[GraphBucket] = Counter()
+        self.reports: list[CaptureReport] = []
+        self.static = StaticStep(device, {each.key: (each.spec, each.pages) for each in backends}, mirrors)
+        self.serving = {
+            bucket: {each.group: each for each in backends if bucket in each.spec.graph_buckets}
+            for bucket in self.static.buckets
+        }
+        self.batches = {
+            bucket: {group: self.static.batches[bucket][each.key] for group, each in serving.items()}
+            for bucket, serving in self.serving.items()
+        }
+        self._logits: Tensor | None = None  # of every size: those in a graph's pool would be kept once for each
         self._captured: dict[GraphBucket, _Captured] = {}
         self._failures: dict[GraphBucket, str] = {}
 
     def capture(self, report: Callable[[CaptureReport], None] = lambda report: None) -> list[CaptureReport]:
         """Captures every size; one that fails is reported, and its batches run eagerly from then on."""
-        for name, group in self.groups.items():
-            group.backend.init_cuda_graph_state(list(self.static[name].batches.values()))
-        reports, pool = [], self.device.graph_pool()
+        for each in self.backends:
+            own = [batches[each.key] for batches in self.static.batches.values() if each.key in batches]
+            if own:
+                each.backend.init_cuda_graph_state(own)
+        pool = self.device.graph_pool()
         with torch.inference_mode(), _quiet_gc():
-            for bucket in self.buckets:
-                reports.append(self._capture(bucket, pool))
-                report(reports[-1])
-        return reports
+            for bucket in self.static.buckets:
+                self.reports.append(self._capture(bucket, pool))
+                report(self.reports[-1])
+        return self.reports
 
-    def bucket_for(self, num_rows: int, query_len: int = 1) -> GraphBucket | None:
+    def cost(self) -> str:
+        """What the captures cost, in words."""
+        sizes = sorted({bucket.batch for bucket in self._captured})
+        seconds, size = sum(each.seconds for each in self.reports), sum(each.num_bytes for each in self.reports)
+        rows = f"{len(self._captured)} captured, up to {sizes[-1]} rows" if sizes else "none captured"
+        return f"{rows}, in {seconds:.1f} s and {size / 2**20:.0f} MiB"
+
+    def fitting(self, num_rows: int) -> GraphBucket | None:
+        """The smallest size with a graph that holds so many rows, with as many levels of shared prefixes as it has."""
+        holding = (bucket for bucket in self._captured if bucket.batch >= num_rows)
+        return min(holding, key=lambda bucket: (bucket.batch, -bucket.levels), default=None)
+
+    def bucket_for(self, num_rows: int, query_len: int = 1, levels: int = 0) -> GraphBucket | None:
         """The smallest captured size that holds a batch."""
-        holding = [b for b in self.buckets if b.query_len == query_len and b.batch >= num_rows]
+        wanted = (query_len, levels)
+        holding = [b for b in self.static.buckets if (b.query_len, b.levels) == wanted and b.batch >= num_rows]
         return min(holding, default=None)
 
     @torch.inference_mode()
-    def step(self, slots: Sequence[int], seq_lens: Sequence[int], tokens: Sequence[int]) -> Replayed | None:
-        """Replays one decode step: slots, keys each with the new ones, and the new tokens, row after row.
+    def step(
+        self, slots: Sequence[int], seq_lens: Sequence[int], tokens: Sequence[int], shared: Shared | None = None
+    ) -> Replayed | None:
+        """Replays one decode step: slots, keys each with the new ones, the new tokens, and what prefixes are shared.
 
         None where the step has to run eagerly; nothing has been run then.
         """
-        n = len(tokens) // len(slots)
-        bucket = self.bucket_for(len(slots), n)
+        n, levels = len(tokens) // len(slots), 0
+        if shared and shared.levels and (fitting := self.fitting(len(slots))):
+            levels = fitting.levels
+        bucket = self.bucket_for(len(slots), n, levels)
         if bucket is None:
-            return self._eagerly(f"no graph for {len(slots)} rows of {n} tokens")
+            return self._eagerly("size", f"no graph for {_described(GraphBucket(len(slots), n, levels))}")
         if bucket not in self._captured:
-            return self._eagerly(self._failures.get(bucket, "not captured"))
-        try:
-            self._plan(bucket, slots, seq_lens)
-        except GraphFallback as fallback:
-            return self._eagerly(fallback.reason)
-        self._staged.append(self._staged.pop(0))
-        staged = self._staged[0][: len(tokens)]
-        staged.copy_(torch.tensor(tokens))
-        self._ids[: len(tokens)].copy_(staged, non_blocking=True)
+            return self._eagerly("capture", self._failures.get(bucket, "not captured"))
         captured = self._captured[bucket]
+        self.static.fill(bucket, slots, seq_lens, "replay", tokens, shared)
+        batches = self.batches[bucket]
+        try:
+            for group, each in self.serving[bucket].items():
+                each.backend.init_forward_metadata_replay_cuda_graph(batches[group])
+        except GraphFallback as fallback:
+            return self._eagerly("backend", fallback.reason)
+        for batch in batches.values():
+            self.observers.notify("before_forward", batch=batch)
         captured.graph.replay()
-        self.replays += 1
-        return Replayed(captured.logits[: len(tokens)], captured.tokens[: len(tokens)])
+        self.replays[bucket] += 1
+        for batch in batches.values():
+            self.observers.notify("after_forward", batch=batch)
+        logits, (sampled, failed) = captured.result
+        count = len(tokens)
+        return Replayed(logits[:count], Sampled(sampled[:count], failed[:count]))
 
-    def _eagerly(self, reason: str) -> Replayed | None:
-        self.fallbacks[reason] += 1
+    def _eagerly(self, kind: Cause, reason: str) -> Replayed | None:
+        self.fallbacks[Fallback(kind, reason)] += 1
         return None
 
-    def _plan(self, bucket: GraphBucket, slots: Sequence[int], seq_lens: Sequence[int]) -> None:
-        for name, group in self.groups.items():
-            batch = self.static[name].fill(bucket, slots, seq_lens, "replay")
-            group.backend.init_forward_metadata_replay_cuda_graph(batch)
-
-    def _capture(self, bucket: GraphBucket, pool: object) -> CaptureReport:
+    def _capture(self, bucket: GraphBucket, pool: GraphPool) -> CaptureReport:
         started, before = time.perf_counter(), self.device.free_memory()
         try:
             self._captured[bucket] = self._record(bucket, pool)
@@ -145,48 +217,73 @@ class GraphRunner:
             raise
         except Exception as error:
             self._captured.pop(bucket, None)
-            self._failures[bucket] = f"capture of {bucket.batch} rows failed: {error}".splitlines()[0]
+            self._failures[bucket] = f"capture of {_described(bucket)} failed: {error}".splitlines()[0]
         self.device.synchronize()
         used = before - self.device.free_memory() if self.device.torch.type != "cpu" else 0
         return CaptureReport(bucket, time.perf_counter() - started, max(used, 0), self._failures.get(bucket, ""))
 
-    def _record(self, bucket: GraphBucket, pool: object) -> _Captured:
+    def _record(self, bucket: GraphBucket, pool: GraphPool) -> _Captured:
         """One capture as the contract has it: planned once, run twice to warm up, and recorded."""
-        batches = {}
-        for name, group in self.groups.items():
-            batches[name] = self.static[name].fill(bucket, [], [], "capture")
-            group.backend.init_forward_metadata_capture_cuda_graph(batches[name])
-        count = bucket.batch * bucket.query_len
-        results: list[Tensor] = []
+        self.static.fill(bucket, [], [], "capture")
+        batches, serving = self.batches[bucket], self.serving[bucket]
+        for group, each in serving.items():
+            each.backend.init_forward_metadata_capture_cuda_graph(batches[group])
+        ids, positions = self.static.ids(bucket), next(iter(batches.values())).positions
+        rows = self.static.places(bucket)
+        results: list[Replayed] = []
 
         def run() -> None:
-            for name, group in self.groups.items():
-                group.backend.init_forward_metadata_in_graph(batches[name])
-            positions = next(iter(batches.values())).positions
-            logits = self.run(self._ids[:count], positions, batches)
-            results[:] = [logits, logits.argmax(-1)]
+            for group, each in serving.items():
+                each.backend.init_forward_metadata_in_graph(batches[group])
+            logits = self.run(ids, positions, batches, rows)
+            if self._logits is None:
+                self._logits = torch.empty_like(logits)
+            kept = self._logits[: len(logits)]
+            results[:] = [Replayed(kept.copy_(logits), greedy(logits))]
 
-        with self.device.warming_up():
+        with self.device.warming_up(pool):
             run()
             run()
         graph = self.device.capture(run, pool)
-        logits, tokens = results
-        described = {name: dict(group.backend.describe(batches[name])) for name, group in self.groups.items()}
-        return _Captured(graph, logits, tokens, described)
+        described = {group: dict(each.backend.describe(batches[group])) for group, each in serving.items()}
+        return _Captured(graph, results[0], described)
 
     def _verify(self, bucket: GraphBucket) -> None:
         """Plans a replay of the longest rows and refuses a backend that would break the laws of replays."""
-        for name, group in self.groups.items():
-            null, longest = len(group.table) - 1, group.spec.max_context
-            batch = self.static[name].fill(bucket, [null] * bucket.batch, [longest] * bucket.batch, "replay")
+        rows, longest = bucket.batch, min(each.spec.max_context for each in self.serving[bucket].values())
+        self.static.fill(bucket, [self.static.null] * rows, [longest] * rows, "replay")
+        batches = self.batches[bucket]
+        for group, each in self.serving[bucket].items():
             before = self.device.allocations()
-            with self.device.no_sync(group.spec.host_lengths != "exact"):
-                group.backend.init_forward_metadata_replay_cuda_graph(batch)
+            with self.device.no_sync(each.spec.host_lengths != "exact"):
+                each.backend.init_forward_metadata_replay_cuda_graph(batches[group])
             if made := self.device.allocations() - before:
-                raise HeadstockError(f"{group.name} allocates device memory {made} times when it plans a replay")
-            captured, now = self._captured[bucket].described[name], dict(group.backend.describe(batch))
+                raise HeadstockError(f"{each.name} allocates device memory {made} times when it plans a replay")
+            captured, now = self._captured[bucket].described[group], dict(each.backend.describe(batches[group]))
             if now != captured:
-                raise HeadstockError(f"{group.name} captured {captured} and would replay {now}")
+                raise HeadstockError(f"{each.name} captured {captured} and would replay {now}")
+
+
+def decode_graphs(steps: Steps, forward: Callable[..., Tensor]) -> GraphRunner:
+    """The graphs of a runner's decode steps, still to be captured; `forward` is its model's."""
+    device, pages = steps.device, steps.pages
+    table, backends = pages.mirror(device), []
+    windows = {window: own.mirror(device) for window, own in pages.windows.items()}
+    for group, window in steps.windows.items():
+        where = GroupPages(table.tensor, None if window is None else windows[window].tensor)
+        for instance in steps.roles[group, "decode"].instances:
+            assert instance.backend is not None, "backends are started when they are chosen"
+            backends.append(GraphBackend(group, instance.candidate.name, instance.backend, instance.spec, where))
+
+    def run(ids: Tensor, positions: Tensor, batches: Mapping[str, ForwardBatch], rows: Tensor | None) -> Tensor:
+        return forward(ids, positions, steps.attend(steps.captured(batches)), rows)
+
+    return GraphRunner(device, backends, run, [table, *windows.values()], steps.observers)
+
+
+def _described(bucket: GraphBucket) -> str:
+    shared = f", {bucket.levels} shared level{'s' * (bucket.levels > 1)}" if bucket.levels else ""
+    return f"{bucket.batch} rows of {bucket.query_len} token{'s' * (bucket.query_len > 1)}{shared}"
 
 
 @contextmanager

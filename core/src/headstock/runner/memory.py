@@ -28,7 +28,8 @@ class MemoryPlan:
     """Bytes by purpose, and the number of KV pages they leave room for, the null page included.
 
     Pages are counted in tokens of whole requests. Layers without a window keep all of them, `bytes_per_page` over those
-    layers; `windows` has what layers with one keep, by the window.
+    layers; `windows` has what layers with one keep, by the window. `expanded_page` is what a page of latent vectors
+    would take as keys and values of all heads, 0 where that is what it holds.
     """
 
     weights: int
@@ -38,6 +39,8 @@ class MemoryPlan:
     page_size: int
     num_pages: int
     windows: Mapping[int, WindowPlan] = field(default_factory=dict)
+    graphs: int = 0
+    expanded_page: int = 0
 
     @property
     def kv_cache(self) -> int:
@@ -51,9 +54,15 @@ class MemoryPlan:
 
     def lines(self) -> list[str]:
         """The plan for people, a line per purpose."""
-        parts = [("weights", self.weights), ("workspaces", self.scratch + self.state), ("KV cache", self.kv_cache)]
+        parts = [
+            ("weights", self.weights), ("workspaces", self.scratch + self.state), ("graphs", self.graphs),
+            ("KV cache", self.kv_cache),
+        ]  # fmt: skip
         lines = [f"{name:<11}{size / GIB:8.3f} GiB" for name, size in parts if size]
         lines.append(f"{'':<11}{self.kv_tokens} tokens in {self.num_pages - 1} pages of {self.page_size}")
+        if self.expanded_page:
+            own, expanded = (size // self.page_size for size in (self.bytes_per_page, self.expanded_page))
+            lines.append(f"{'':<11}{own} bytes per token; keys and values of all heads would take {expanded}")
         kept = ((window, plan.num_pages - 1) for window, plan in self.windows.items())
         return [*lines, *(f"{'':<11}window {window}: the last of them in {pages} pages" for window, pages in kept)]
 
@@ -76,13 +85,15 @@ def plan_memory(
     least_tokens: int,
     kv_tokens: int | None = None,
     windows: Mapping[int, WindowPlan] | None = None,
+    graphs: int = 0,
+    expanded_page: int = 0,
 ) -> MemoryPlan:
     """Sizes the KV cache: `kv_tokens` where the user fixed it, else `wanted_tokens` or what free memory allows.
 
     `windows` have the most pages that layers with a window can use. `least_tokens` is the smallest cache worth starting
     with. Raises MemoryPlanError, naming the sizes, when that or the weights do not fit.
     """
-    fixed = weights + scratch + state
+    fixed = weights + scratch + state + graphs
     free = device.free_memory()
     if weights >= free:
         raise MemoryPlanError(
@@ -97,7 +108,7 @@ def plan_memory(
     fitting = bisect_right(range(1, wanted + 1), room, key=lambda pages: _kv_bytes(pages, bytes_per_page, windows))
     pages = fitting if kv_tokens is None else -(-kv_tokens // page_size) + 1
     kept = {w: plan._replace(num_pages=max(min(plan.num_pages, pages), 1)) for w, plan in windows.items()}
-    plan = MemoryPlan(weights, scratch, state, bytes_per_page, page_size, pages, kept)
+    plan = MemoryPlan(weights, scratch, state, bytes_per_page, page_size, pages, kept, graphs, expanded_page)
     if plan.kv_tokens < least_tokens:
         raise MemoryPlanError(
             "the KV cache is too small to serve a single token" if least_tokens == 1 else "the KV cache is too small",

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from headstock.backend import BackendSpec
+from headstock.backend import AttentionKind, BackendSpec, GraphBucket, Phase
 from headstock.models.config import LayerShape, ModelConfig
 from headstock.policy import Mode
 from headstock.requirement import Requirement, Role
 
-ROLE_PHASES: tuple[tuple[Role, str], ...] = (("extend", "extend"), ("decode", "decode"))
-"""The roles of a decoder-only model with a paged cache, with their phases."""
+ROLES: tuple[tuple[Role, Phase, AttentionKind], ...] = (
+    ("extend", "extend", "paged"),
+    ("decode", "decode", "paged"),
+)
+"""The roles of a decoder-only model with a paged cache, with their phases and kinds of attention."""
+
+LATENT_ROLES: tuple[tuple[Role, Phase, AttentionKind], ...] = (
+    ("extend", "extend", "mla"),
+    ("expand", "extend", "ragged"),
+    ("decode", "decode", "mla"),
+)
+"""Those of one with a latent cache: new tokens may be attended to in either form, one of which is enough."""
 
 
 def layer_groups(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -34,27 +44,38 @@ def requirements(
     kv_dtype: str | None = None,
     max_context: int | None = None,
     kv_scales: bool = False,
+    graph: Mode = "off",
     cascade: Mode = "off",
 ) -> list[Requirement]:
     """One requirement per (layer group, role).
 
     `device` is a torch device type ("cpu", "cuda"), `compute_capability` major × 10 + minor where it has one; dtypes
     are torch's names, the cache's being the model's by default. `max_context` is in tokens, the model's own by default.
-    Decoding without a window wishes for `cascade` where it is "auto", and asks for it where it is "on".
+    Decoding wishes for `graph` where it is "auto", but on a CPU, which has none, and asks for it where it is "on"; so
+    does decoding without a window for `cascade`.
     """
     needs = []
     for group, layers in layer_groups(config).items():
-        shape = config.layers[layers[0]]
-        for role, phase in ROLE_PHASES:
-            shares = phase == "decode" and shape.window is None
+        whole = config.layers[layers[0]]
+        for role, phase, attention in LATENT_ROLES if whole.latent else ROLES:
+            shape = whole.absorbed if attention == "mla" else whole
+            expands = role == "expand"
+            decodes = phase == "decode"
+            modes = {
+                "graph": graph if decodes else "off",
+                "cascade": cascade if decodes and not shape.window else "off",
+            }
+            if device == "cpu" and graph == "auto":
+                modes["graph"] = "off"
             needs.append(
                 Requirement(
                     group=group,
                     role=role,
-                    phase=phase,  # type: ignore[arg-type]
-                    attention="paged",
+                    phase=phase,
+                    attention=attention,
                     layers=len(layers),
-                    wishes=("cascade",) if shares and cascade == "auto" else (),
+                    either="extend" if whole.latent and not decodes else None,
+                    wishes=tuple(feature for feature, mode in modes.items() if mode == "auto"),
                     device=device,
                     compute_capability=compute_capability,
                     dtype=dtype,
@@ -63,13 +84,16 @@ def requirements(
                     num_heads=shape.num_heads,
                     num_kv_heads=shape.num_kv_heads,
                     max_context=max_context or config.max_context,
-                    kv_dtype=kv_dtype or dtype,
+                    kv_dtype=dtype if expands else kv_dtype or dtype,
                     sliding_window=shape.window,
                     softcap=shape.softcap,
                     sinks=shape.sinks,
                     alibi=shape.alibi,
-                    cascade=shares and cascade == "on",
-                    kv_scales=kv_scales,
+                    non_causal=expands,  # a chunk of the prefix is seen by all
+                    lse=expands,
+                    graph=modes["graph"] == "on",
+                    cascade=modes["cascade"] == "on",
+                    kv_scales=kv_scales and not expands,
                     query_lens=frozenset({1}) if phase == "decode" else None,
                 )
             )
@@ -86,6 +110,7 @@ def backend_spec(
     max_tokens: int,
     max_plans: int = 1,
     max_levels: int = 0,
+    graph_buckets: tuple[GraphBucket, ...] = (),
     options: object = None,
 ) -> BackendSpec:
     """The spec of one instance, which serves all of `needs`: settled requirements of one group and attention kind."""
@@ -107,12 +132,15 @@ def backend_spec(
         softcap=need.softcap,
         sinks=need.sinks,
         alibi=need.alibi,
+        non_causal=need.non_causal,
+        lse=need.lse,
         page_size=need.page_size or 0,
         kv_layout=need.kv_layout or "",
         max_batch=max_batch,
         max_tokens=max_tokens,
         max_plans=max_plans,
         max_levels=max_levels,
+        graph_buckets=graph_buckets,
         max_context=need.max_context,
         group=need.group,
         options=options,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,20 +19,32 @@ from headstock.kv.pool import KVPool
 from headstock.kv.window import WindowPages
 from headstock.layer import AttentionLayer
 from headstock.models.config import ModelConfig
-from headstock.models.llama import Progress
+from headstock.models.decoder import Progress
 from headstock.models.registry import model_class
 from headstock.models.weights import WeightSource
 from headstock.offer import Candidate, Offer
-from headstock.plugins import Discovered, Observers, Plugin, installed
-from headstock.policy import Policy
-from headstock.runner.instances import Instance, Limits
+from headstock.plugins import Observers, Plugin, installed
+from headstock.policy import GRAPH_SIZES, Policy
+from headstock.runner.arguments import check_sizes, check_types, put_forward
+from headstock.runner.graph import CaptureReport, GraphRunner, Replayed, decode_graphs
+from headstock.runner.instances import Instance
+from headstock.runner.latent import expand_from
 from headstock.runner.levels import Levels
+from headstock.runner.limits import Limits
 from headstock.runner.requirements import layer_groups, requirements
+from headstock.runner.sampler import Sampled
 from headstock.runner.selection import Selection, own_names
 from headstock.runner.step import Mixed, Steps
 
-MAX_LEVELS = 3
-"""Most levels of shared prefixes in a batch: a system prompt, an example or a document, a conversation."""
+
+class Done(NamedTuple):
+    """What a step came to: logits [R, vocab], and where a graph was replayed the greedy token of each row too.
+
+    The next replay writes over what this one left: `forward` gives logits to keep.
+    """
+
+    logits: Tensor
+    sampled: Sampled | None = None
 
 
 class ModelRunner:
@@ -47,8 +60,9 @@ class ModelRunner:
 
     `dtype`, also as torch has it, and `kv_dtype` are torch names or "auto"; `max_batch` rows, `max_tokens` tokens per
     forward, `max_context` tokens per request and `kv_tokens` tokens in the cache bound memory. A step of both single
-    tokens and longer rows is one EXTEND segment, or with `mixed="split"` a DECODE and an EXTEND segment. `notices`
-    collects what the user should know.
+    tokens and longer rows is one EXTEND segment, or with `mixed="split"` a DECODE and an EXTEND segment; "auto" splits
+    where another backend decodes. Decode steps are captured as device graphs of `graph_sizes` rows, by default a dozen
+    sizes, and always of `max_batch`; `graphs` holds them, or is None. `notices` collects what the user should know.
     """
 
     def __init__(
@@ -66,7 +80,8 @@ class ModelRunner:
         offers: Iterable[Offer | Candidate | Plugin] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         progress: Progress | None = None,
-        mixed: Mixed = "extend",
+        mixed: Mixed | Literal["auto"] = "auto",
+        graph_sizes: Sequence[int] = GRAPH_SIZES,
         seed: int = 0,
     ):
         self.config = model if isinstance(model, ModelConfig) else ModelConfig.from_folder(model)
@@ -75,36 +90,18 @@ class ModelRunner:
         self.dtype = self.device.default_dtype(self.config.dtype) if dtype == "auto" else dtype
         self.notices: list[str] = []
         self.max_context = self.config.max_context if max_context is None else max_context
-        self.mixed: Mixed = mixed
-        _check_types(policy, options, kv_tokens)
+        check_types(policy, options, kv_tokens)
+        check_sizes(self.config, max_batch, max_tokens, self.max_context, mixed)
         policy = policy or Policy()
-        levels = 0 if policy.cascade == "off" else MAX_LEVELS
-        self.limits = Limits(max_batch, max_tokens, max_plans=2 if mixed == "split" else 1, max_levels=levels)
-        self._check_sizes()
+        self.limits = Limits.of(policy, self.device, max_batch, max_tokens, mixed, graph_sizes)
 
-        candidates, plugins = _put_forward(installed() if offers is None else offers)
+        candidates, plugins = put_forward(installed() if offers is None else offers)
         self.observers = Observers(plugins, self.notices.append)
         self._choose(candidates, policy, kv_dtype, options or {}, kv_tokens, progress)
+        self.mixed: Mixed = self._split() if mixed == "auto" else mixed
         self._load_model(model, progress, seed)
-        self._make_cache(always_share=policy.cascade == "on")
-
-    def _check_sizes(self) -> None:
-        rows, tokens, *_ = self.limits
-        for name, number in (("max_batch", rows), ("max_tokens", tokens), ("max_context", self.max_context)):
-            if type(number) is not int:
-                raise HeadstockError(f"{name} is a whole number", given=repr(number))
-        if self.mixed not in ("extend", "split"):
-            raise HeadstockError("mixed is not a way to run a step", given=self.mixed, works='"extend" or "split"')
-        for name, size, least in (
-            ("max_batch", rows, 1),
-            ("max_tokens", tokens, rows),
-            ("max_context", self.max_context, 1),
-        ):
-            if size < least:
-                raise HeadstockError(f"{name} is too small", given=size, works=f"{least} or more")
-        if self.max_context > self.config.max_context:
-            works = f"at most {self.config.max_context}, the model's own"
-            raise HeadstockError("max_context is too long for this model", given=self.max_context, works=works)
+        self._make_cache(self._expand_from(policy), always_share=policy.cascade == "on")
+        self.graphs = self._capture(progress)
 
     def _choose(
         self,
@@ -126,6 +123,7 @@ class ModelRunner:
             dtype=self.dtype,
             kv_dtype=None if kv_dtype == "auto" else kv_dtype,
             max_context=self.max_context,
+            graph=policy.graph,
             cascade=policy.cascade,
         )
         own = own_names(options, candidates)
@@ -143,7 +141,7 @@ class ModelRunner:
         else:
             self.model.load(WeightSource(model), progress)
 
-    def _make_cache(self, always_share: bool) -> None:
+    def _make_cache(self, expand_from: int | None, always_share: bool) -> None:
         groups, memory = layer_groups(self.config), self.memory
         rows, table_pages = self.limits.max_batch, memory.num_pages
         windows = {
@@ -153,22 +151,60 @@ class ModelRunner:
         self.pages = PageTable(PageAllocator(table_pages), self.page_size, rows, self.max_context, windows)
         layers: dict[int, AttentionLayer] = {}
         for group, indices in groups.items():
-            instance = self.roles[group, "extend"]
+            instance = self.roles[group, "decode"].first
             window = instance.spec.window
             num_pages = memory.windows[window].num_pages if window else table_pages
+            assert instance.layout is not None, "what decodes reads a cache"
             pool = KVPool(instance.spec, instance.layout, len(indices), num_pages)
             layers |= {i: AttentionLayer(i, view) for i, view in zip(indices, pool.views, strict=True)}
         decoding = {group: self.roles[group, "decode"] for group in groups}
-        sharing = {group: each for group, each in decoding.items() if each.spec.max_levels}
-        levels = Levels(self.pages, self.device, sharing, always_share)
+        levels = Levels(self.pages, self.device, decoding, always_share)
         self.steps = Steps(
-            self.pages, levels, self.device, self.roles, groups, layers, self.observers, self.mixed,
-            self.config.vocab_size,
+            self.pages, levels, self.device, self.roles, groups, layers, self.observers, self.mixed, expand_from
         )  # fmt: skip
 
-    @torch.inference_mode()
+    def _split(self) -> Mixed:
+        """How mixed steps run where nobody says: a row that decodes stays with the backend that decodes."""
+        for group in layer_groups(self.config):
+            served = [self.roles[group, role] for role in ("extend", "decode") if (group, role) in self.roles]
+            if len({id(instance) for servers in served for instance in servers.instances}) > 1:
+                return "split"
+        return "extend"
+
+    def _expand_from(self, policy: Policy) -> int | None:
+        """New tokens of a row from which its keys are expanded, where latent attention is served in that form."""
+        shapes = {group: self.config.layers[own[0]] for group, own in layer_groups(self.config).items()}
+        served = [group for group in shapes if (group, "expand") in self.roles]
+        if not served:
+            return None
+        if any((group, "extend") not in self.roles for group in served):
+            return 2  # one new token is decoded
+        return policy.expand_from or max(expand_from(shapes[group]) for group in served)
+
+    def _capture(self, progress: Progress | None) -> GraphRunner | None:
+        """Captures the decode steps, if their backends can be, and tells what it cost more than was planned."""
+        if not any(instance.spec.graph_buckets for instance in self.instances):
+            return None
+        graphs = decode_graphs(self.steps, self.model.forward)
+
+        def tell(report: CaptureReport) -> None:
+            if progress:
+                progress("capturing graphs", len(graphs.reports), len(graphs.static.buckets))
+
+        self.observers.notify("on_capture", report=graphs.capture(tell))
+        self.notices += [f"{each.failure}: such steps run eagerly" for each in graphs.reports if each.failure]
+        if (used := sum(each.num_bytes for each in graphs.reports)) > self.memory.graphs:
+            planned = f"{self.memory.graphs >> 20} MiB were planned for"
+            self.notices.append(f"the decode graphs took {used >> 20} MiB, {planned}")
+        return graphs
+
     def forward(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Runs one step and returns the logits of each request's last token, [len(slots), vocab].
+        """Runs one step as `step` does, and returns its logits, [len(slots), vocab], to keep."""
+        done = self.step(slots, tokens)
+        return done.logits.clone() if done.sampled else done.logits
+
+    def step(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Done:
+        """Runs one step, by a graph if one holds it, for the logits of each request's last token.
 
         `slots` are requests opened in `pages`, `tokens` the new tokens of each, one or more, which follow those cached.
         Raises OutOfPages when the cache cannot take them, RequestError beyond a request's context, and HeadstockError
@@ -182,51 +218,41 @@ class ModelRunner:
                 given=f"slots {list(slots)} with {query_lens} tokens",
                 works=f"1…{self.limits.max_tokens} tokens in all",
             )
-        seq_lens = [self.pages.length(slot) + n for slot, n in zip(slots, query_lens, strict=True)]
-        self.pages.reserve(dict(zip(slots, seq_lens, strict=True)))
-        step = self.steps.make(slots, tokens)
-        try:
+        flat = [token for row in tokens for token in row]
+        if not 0 <= min(flat) <= max(flat) < self.config.vocab_size:
+            works = f"0…{self.config.vocab_size - 1}, the model's vocabulary"
+            raise HeadstockError("a token is not in the vocabulary", given=f"{min(flat)}…{max(flat)}", works=works)
+        lengths = self.pages.after(slots, query_lens)
+        self.pages.reserve(lengths)
+        decodes = len(flat) == len(slots)
+        replayed = self._replay(slots, list(lengths.values()), flat) if self.graphs and decodes else None
+        done = Done(*replayed) if replayed else self._eagerly(slots, tokens)
+        self.pages.commit(lengths)
+        return done
+
+    def _replay(self, slots: Sequence[int], seq_lens: Sequence[int], tokens: Sequence[int]) -> Replayed | None:
+        assert self.graphs is not None, "there are graphs to replay"
+        bucket = self.graphs.fitting(len(slots))
+        with self._noted([1] * (bucket.batch if bucket else len(slots))):
+            shared = self.steps.levels.find(slots, bucket.levels, bucket.batch) if bucket else None
+            return self.graphs.step(slots, seq_lens, tokens, shared)
+
+    @torch.inference_mode()
+    def _eagerly(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Done:
+        with self._noted([len(each) for each in tokens]):
+            step = self.steps.make(slots, tokens)
             segments = self.steps.plan(step)
             logits = self.model.forward(step.ids, step.positions, self.steps.attend(segments), step.last)
+            for group in segments.values():
+                for segment in group:
+                    self.observers.notify("after_forward", batch=segment.batch)
+            return Done(step.in_order_given(logits))
+
+    @contextmanager
+    def _noted(self, query_lens: Sequence[int]) -> Iterator[None]:
+        """Adds to what passes a note of whose step of such rows, padding included, it was."""
+        try:
+            yield
         except BaseException as error:
-            error.add_note(f"a step of {self.steps.served_by(step)} failed")
+            error.add_note(f"a step of {self.steps.served_by(query_lens)} failed")
             raise
-        for slot, count in zip(slots, query_lens, strict=True):
-            self.pages.advance(slot, count)
-        for group in segments.values():
-            for segment in group:
-                self.observers.notify("after_forward", batch=segment.batch)
-        return step.in_order_given(logits)
-
-
-def _check_types(policy: object, options: object, kv_tokens: object) -> None:
-    """Refuses what could only fail later, and without a word of which argument it was."""
-    for name, given, fits, works in (
-        ("policy", policy, isinstance(policy, Policy), "a headstock.policy.Policy"),
-        ("options", options, _is_nested(options), '{"BACKEND": {"OPTION": VALUE}}'),
-        ("kv_tokens", kv_tokens, type(kv_tokens) is int, "a whole number"),
-    ):
-        if given is not None and not fits:
-            raise HeadstockError(f"{name} has the wrong type", given=repr(given)[:80], works=works)
-
-
-def _is_nested(options: object) -> bool:
-    return isinstance(options, Mapping) and all(isinstance(own, Mapping) for own in options.values())
-
-
-def _put_forward(offers: Iterable[Offer | Candidate | Plugin]) -> tuple[list[Candidate], list[Plugin]]:
-    """What takes part in negotiation, and the plugins behind it, each once."""
-    candidates: list[Candidate] = []
-    plugins: list[Plugin] = []
-    for each in offers:
-        if isinstance(each, Plugin):
-            plugins.append(each)
-            candidates += each.candidates()
-        elif not isinstance(each, Offer | Candidate):
-            raise HeadstockError(
-                "offers are offers, candidates or plugins", given=repr(each)[:80], works="[*discover()]"
-            )
-        else:
-            candidates.append(Candidate.of(each))
-    plugins += [each.plugin for each in candidates if isinstance(each, Discovered)]
-    return candidates, list({id(plugin): plugin for plugin in plugins}.values())

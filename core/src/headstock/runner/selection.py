@@ -13,13 +13,15 @@ from headstock.device import Device, torch_dtype
 from headstock.errors import HeadstockError, MemoryPlanError, PluginError
 from headstock.kv.window import WindowPages
 from headstock.models.config import ModelConfig
-from headstock.models.llama import weight_bytes
+from headstock.models.shapes import weight_bytes
 from headstock.negotiate import negotiate
 from headstock.offer import Candidate
 from headstock.policy import Policy
 from headstock.render import raise_unsolved
 from headstock.requirement import Requirement
-from headstock.runner.instances import FaultyBackend, Instance, Limits, load_instances, start_and_probe
+from headstock.runner.graph import graph_bytes
+from headstock.runner.instances import FaultyBackend, Instance, Roles, load_instances, start_and_probe
+from headstock.runner.limits import Limits
 from headstock.runner.memory import MemoryPlan, WindowPlan, plan_memory
 from headstock.runner.requirements import layer_groups
 from headstock.solver import answering
@@ -33,7 +35,7 @@ class Selection:
     raises NegotiationError where nobody can serve, MemoryPlanError where the cache does not fit, and PluginError for a
     backend that was named and fails.
 
-    `decision` is what negotiation came to, `roles` has the instances by (group, role), `memory` is the plan, and
+    `decision` is what negotiation came to, `roles` has who serves by (group, role), `memory` is the plan, and
     `candidates` are those that remain. `options` are by the names that backends have themselves.
     """
 
@@ -60,9 +62,8 @@ class Selection:
                     raise last
                 raise_unsolved(self.decision)
             try:
-                self.roles = load_instances(self.decision, self.candidates, config, device, limits, options)
-                self.memory = self._plan_memory(kv_tokens)
-                start_and_probe(self.instances, device, report)
+                self.roles: Roles = load_instances(self.decision, self.candidates, config, device, limits, options)
+                self._start(kv_tokens, report)
                 break
             except FaultyBackend as failure:
                 self._pass_over(failure)
@@ -75,7 +76,13 @@ class Selection:
     @property
     def instances(self) -> list[Instance]:
         """The distinct instances behind the roles."""
-        return list({id(instance): instance for instance in self.roles.values()}.values())
+        each = (instance for servers in self.roles.values() for instance in servers.instances)
+        return list({id(instance): instance for instance in each}.values())
+
+    def _start(self, kv_tokens: int | None, report: Report) -> None:
+        """Makes the instances ready to run. Raises FaultyBackend for what fails."""
+        self.memory = self._plan_memory(kv_tokens)
+        start_and_probe(self.instances, self.device, report)
 
     def _pass_over(self, failure: FaultyBackend) -> None:
         """Takes a failed backend out of the roles that were left to negotiation; refuses where it was asked for.
@@ -96,9 +103,14 @@ class Selection:
         self.candidates = [remaining if each is candidate else each for each in self.candidates]
 
     def _asked_for(self, candidate: Candidate) -> set[tuple[str, str]]:
-        """The groups and phases for which the user named this backend."""
-        chosen = {(need.group, need.phase): self.policy.chosen(need) for need in self.decision.requirements}
-        return {key for key, each in chosen.items() if each and candidate.name in answering(each[1], self.candidates)}
+        """The groups and phases for which the user named this backend, be it for some batch sizes."""
+        asked: set[tuple[str, str]] = set()
+        for need in self.decision.requirements:
+            chosen = self.policy.chosen(need)
+            names = [name for _, name in self.policy.scheduled(need)] or ([chosen[1]] if chosen else [])
+            if any(candidate.name in answering(name, self.candidates) for name in names):
+                asked.add((need.group, need.phase))
+        return asked
 
     def _plan_memory(self, kv_tokens: int | None) -> MemoryPlan:
         """Plans the memory; where only workspaces are in the way, the largest that nobody asked for is at fault."""
@@ -117,6 +129,8 @@ class Selection:
             wanted_tokens=self.limits.max_batch * need.max_context,
             least_tokens=1,
             kv_tokens=kv_tokens,
+            graphs=graph_bytes(config, torch_dtype(need.dtype).itemsize, self._captured_sizes()),
+            expanded_page=page_size * _expanded_numbers(config) * torch_dtype(need.kv_dtype).itemsize,
         )
         scratch = max(instance.bytes.scratch for instance in self.instances)
         state = sum(instance.bytes.state for instance in self.instances)
@@ -130,14 +144,23 @@ class Selection:
                 raise FaultyBackend(greedy.candidate, error, greedy.spec.group, greedy.spec.phases) from error
             raise
 
+    def _captured_sizes(self) -> list[int]:
+        """The rows of the decode steps that will be captured."""
+        return sorted({bucket.batch for instance in self.instances for bucket in instance.spec.graph_buckets})
+
     def _bytes_per_page(self) -> dict[int | None, int]:
         """Bytes of a page over all layers that have this window, or none."""
         sizes: dict[int | None, int] = {}
         for group, layers in layer_groups(self.config).items():
-            instance = self.roles[group, "extend"]
+            instance = self.roles[group, "decode"].first
             window = instance.spec.window
             sizes[window] = sizes.get(window, 0) + len(layers) * instance.bytes_per_page
         return sizes
+
+
+def _expanded_numbers(config: ModelConfig) -> int:
+    """The keys and values of a token in all layers that cache a latent vector in their place."""
+    return sum(shape.num_heads * (shape.head_dim + shape.v_head_dim) for shape in config.layers if shape.latent)
 
 
 def own_names(

@@ -2,45 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headstock.backend import AttentionBackend
+from headstock.backend import AttentionBackend, AttentionKind, Phase
 from headstock.batch import ForwardBatch, SharedLevel, to_device
 from headstock.device import Device
-from headstock.errors import HeadstockError
 from headstock.kv.page_table import PageTable
 from headstock.layer import AttentionLayer
+from headstock.models.decoder import Attend
+from headstock.models.mla import UpProjection
 from headstock.plugins import Observers
-from headstock.runner.instances import Instance
+from headstock.runner.instances import Instance, Roles
+from headstock.runner.latent import AbsorbedSegment, ExpandedSegment
 from headstock.runner.levels import Levels, Shared
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
-"""What a model calls once per layer: its index, q, k, v, and where the output goes."""
 Mixed = Literal["extend", "split"]
+"""How a step of prompts and decoding rows runs: as one EXTEND segment, or cut into an EXTEND and a DECODE segment."""
 
 
 class Segment(NamedTuple):
-    """One backend's share of a step: the batch it planned, and its rows of q, k, v and out (None: all)."""
+    """One backend's share of a step: the batch it plans, and its rows of q, k, v and out (None: all)."""
 
     backend: AttentionBackend
     batch: ForwardBatch
     rows: slice | None = None
 
+    def plan(self) -> None:
+        """Plans the batch, once per step."""
+        self.backend.init_forward_metadata(self.batch)
+        self.backend.init_forward_metadata_in_graph(self.batch)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor | UpProjection, layer: AttentionLayer, out: Tensor) -> None:
+        """Attends in one layer, to its rows."""
+        assert isinstance(v, Tensor), "models without latent attention pass values"
+        self.backend.forward(q, k, v, layer, self.batch, out=out)
+
+
+AnySegment = Segment | AbsorbedSegment | ExpandedSegment
+
+
+def segment(
+    backend: AttentionBackend, batch: ForwardBatch, attention: AttentionKind, rows: slice | None = None
+) -> AnySegment:
+    """The segment of a backend that reads the cache as it is."""
+    return AbsorbedSegment(backend, batch, rows) if attention == "mla" else Segment(backend, batch, rows)
+
 
 class Part(NamedTuple):
     """The rows of a step that make one segment: their batch for every window, None for layers without one.
 
-    `levels` are the shared levels of the batch without a window, by group.
+    `levels` are the shared levels of the batch without a window, by group. `expanded` rows of models with latent
+    attention attend in that form.
     """
 
     batches: Mapping[int | None, ForwardBatch]
     levels: Mapping[str, tuple[SharedLevel, ...]]
+    expanded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +91,11 @@ class Step:
 class Steps:
     """Makes and plans the steps of one runner.
 
-    Rows of one token are decoding. A step of both kinds is one EXTEND segment, or with `mixed="split"` a DECODE and an
-    EXTEND segment. The rows of a DECODE segment run in the order that shared prefixes need, if `levels` finds some.
-    Token ids are below `vocab_size`. `groups` are the layers of each group, `layers` what backends are told of each.
+    Rows of one token are decoding; a step of both kinds is one segment, or two, as `mixed` says. The rows of a DECODE
+    segment run in the order that shared prefixes need, if `levels` finds some. Rows of `expand_from` new tokens or more
+    make a segment of their own, in which latent attention is expanded (None: there are none). A segment's rows are
+    counted to tell which of a role's backends serves it. `groups` are the layers of each group, `layers` what backends
+    are told of each.
     """
 
     def __init__(
@@ -77,78 +103,80 @@ class Steps:
         pages: PageTable,
         levels: Levels,
         device: Device,
-        roles: Mapping[tuple[str, str], Instance],
+        roles: Roles,
         groups: Mapping[str, Sequence[int]],
         layers: Mapping[int, AttentionLayer],
         observers: Observers,
         mixed: Mixed,
-        vocab_size: int,
+        expand_from: int | None = None,
     ):
-        self.vocab_size = vocab_size
         self.pages, self.levels, self.device = pages, levels, device
         self.roles, self.groups, self.layers = roles, groups, layers
-        self.observers, self.mixed = observers, mixed
-        self.windows = {group: roles[group, "extend"].spec.window for group in groups}
+        self.observers, self.mixed, self.expand_from = observers, mixed, expand_from
+        self.windows = {group: roles[group, "decode"].first.spec.window for group in groups}
 
     def make(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Step:
         """The step of these rows, whose pages are reserved; `tokens` are each row's new ones."""
         order: list[int] = []
         parts: list[Part] = []
-        for rows in self._parts([len(each) for each in tokens]):
-            shared = Shared(list(range(len(rows))), {})
+        for rows, expanded in self._parts([len(each) for each in tokens]):
+            shared = Shared(list(range(len(rows))))
             if all(len(tokens[row]) == 1 for row in rows):
                 shared = self.levels.find([slots[row] for row in rows])
             rows = [rows[place] for place in shared.order]
             query_lens = [len(tokens[row]) for row in rows]
-            parts.append(Part(self._batches([slots[row] for row in rows], query_lens), shared.levels))
+            batches = self._batches([slots[row] for row in rows], query_lens)
+            parts.append(Part(batches, shared.tensors, expanded))
             order += rows
         device = self.device.torch
-        flat = np.array([token for row in order for token in tokens[row]], dtype=np.int64)
-        if not 0 <= flat.min() <= flat.max() < self.vocab_size:
-            works = f"0…{self.vocab_size - 1}, the model's vocabulary"
-            raise HeadstockError("a token is not in the vocabulary", given=f"{flat.min()}…{flat.max()}", works=works)
-        ids = to_device(device, flat)
+        ids = to_device(device, np.array([token for row in order for token in tokens[row]], dtype=np.int64))
         positions = [part.batches[None].positions for part in parts]
         last = None
         if len(ids) > len(slots):
             last = to_device(device, np.cumsum([len(tokens[row]) for row in order], dtype=np.int64) - 1)
         return Step(order, ids, positions[0] if len(parts) == 1 else torch.cat(positions), last, parts)
 
-    def plan(self, step: Step) -> dict[str, list[Segment]]:
+    def plan(self, step: Step) -> dict[str, list[AnySegment]]:
         """Each group's segments of a step, planned. Groups of one window share a table; plans are their own."""
-        segments: dict[str, list[Segment]] = {}
+        segments: dict[str, list[AnySegment]] = {}
         for group in self.groups:
             start, segments[group] = 0, []
-            for batches, levels in step.parts:
-                batch = batches[self.windows[group]]
-                backend = self.roles[group, batch.phase].backend
-                assert backend is not None, "backends are started when they are chosen"
-                own = replace(batch, shared_levels=levels.get(group, ()), _csr={})
-                self.observers.notify("before_forward", batch=own)
-                backend.init_forward_metadata(own)
-                backend.init_forward_metadata_in_graph(own)
+            for part in step.parts:
+                batch = part.batches[self.windows[group]]
                 rows = None if len(step.parts) == 1 else slice(start, start := start + batch.num_tokens)
-                segments[group].append(Segment(backend, own, rows))
+                own = replace(batch, shared_levels=part.levels.get(group, ()), _csr={})
+                segments[group].append(self._segment(group, own, rows, part.expanded))
+        for each in chain.from_iterable(segments.values()):
+            self.observers.notify("before_forward", batch=each.batch)
+            each.plan()
         return segments
 
-    def attend(self, segments: Mapping[str, list[Segment]]) -> Attend:
+    def captured(self, batches: Mapping[str, ForwardBatch]) -> dict[str, list[AnySegment]]:
+        """Each group's segment of a decode step that a graph holds, whose batches the graph runner plans."""
+        return {group: [self._segment(group, batches[group], None, False)] for group in self.groups}
+
+    def attend(self, segments: Mapping[str, Sequence[AnySegment]]) -> Attend:
         """What the model calls once per layer, for segments that are planned."""
         layers = {index: (self.layers[index], segments[group]) for group, own in self.groups.items() for index in own}
 
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor | UpProjection, out: Tensor) -> None:
             layer, parts = layers[index]
-            for backend, batch, rows in parts:
+            for part in parts:
+                rows = part.rows
                 if rows is None:
-                    backend.forward(q, k, v, layer, batch, out=out)
+                    part.run(q, k, v, layer, out)
                 else:
-                    backend.forward(q[rows], k[rows], v[rows], layer, batch, out=out[rows])
+                    part.run(q[rows], k[rows], v[rows] if isinstance(v, Tensor) else v, layer, out[rows])
 
         return attend
 
-    def served_by(self, step: Step) -> str:
-        """The backends of a step in words, with the packages they come from."""
-        phases = {part.batches[None].phase for part in step.parts}
-        candidates = [each.candidate for (_, role), each in self.roles.items() if role in phases]
+    def served_by(self, query_lens: Sequence[int]) -> str:
+        """The backends of a step of such rows in words, with the packages they come from."""
+        candidates = []
+        for rows, expanded in self._parts(query_lens):
+            phase: Phase = "decode" if all(query_lens[row] == 1 for row in rows) else "extend"
+            serving = (self._serving(group, phase, len(rows), expanded) for group in self.groups)
+            candidates += [instance.candidate for instance, _ in serving]
         return " and ".join(dict.fromkeys(f"{each.name} ({each.source})" for each in candidates))
 
     def _batches(self, slots: Sequence[int], query_lens: Sequence[int]) -> dict[int | None, ForwardBatch]:
@@ -164,10 +192,25 @@ class Steps:
             batches[window] = ForwardBatch.from_lengths(query_lens, lens, own, size, positions=whole.positions)
         return batches
 
-    def _parts(self, query_lens: Sequence[int]) -> list[list[int]]:
-        """The rows of each segment of a step. Split, a mixed step decodes its single tokens apart from the others."""
-        rows = range(len(query_lens))
-        if self.mixed == "extend":
-            return [list(rows)]
-        parts = [[row for row in rows if query_lens[row] == 1], [row for row in rows if query_lens[row] > 1]]
-        return [part for part in parts if part]
+    def _segment(self, group: str, batch: ForwardBatch, rows: slice | None, expanded: bool) -> AnySegment:
+        instance, expands = self._serving(group, batch.phase, batch.num_reqs, expanded)
+        assert instance.backend is not None, "backends are started when they are chosen"
+        if expands:
+            return ExpandedSegment.of(instance.backend, batch, rows)
+        return segment(instance.backend, batch, instance.spec.attention, rows)
+
+    def _serving(self, group: str, phase: Phase, rows: int, expanded: bool) -> tuple[Instance, bool]:
+        """The instance that serves a segment of so many rows, and whether it expands latent vectors."""
+        expands = expanded and (group, "expand") in self.roles
+        return self.roles[group, "expand" if expands else phase].at(rows), expands
+
+    def _parts(self, query_lens: Sequence[int]) -> list[tuple[list[int], bool]]:
+        """The rows of each segment of a step, and whether they are expanded.
+
+        Split, a mixed step decodes its single tokens apart from the others.
+        """
+        kinds: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        for row, count in enumerate(query_lens):
+            expanded = self.expand_from is not None and count >= self.expand_from
+            kinds[2 if expanded else int(self.mixed == "split" and count > 1)].append(row)
+        return [(rows, kind == 2) for kind, rows in kinds.items() if rows]
