@@ -18,7 +18,7 @@ from headstock.testing.honesty import claims, examine
 from headstock.testing.mutants import CausalTopLeft, SoftcapMissing, WindowOneMore
 from headstock.testing.problem import make_spec
 from headstock.testing.report import as_dict, as_html
-from headstock.testing.specimen import CAPABILITIES, OFFER, Specimen
+from headstock.testing.specimen import CAPABILITIES, LATENT, OFFER, Specimen
 from headstock.testing.suite import Suite
 
 
@@ -74,6 +74,43 @@ def test_declaring_more_tests_more_and_never_less():
         more = names(offer(**{axis: value}), level="full")
         assert base <= more | {name for name in base if "-of-" in name}, axis
         assert more - names(offer(), level="full"), f"{axis} gave rise to no case"
+
+
+def test_graphs_read_shared_prefixes_where_one_record_declares_both():
+    apart = names(offer(graph=True)) | names(offer(cascade=True))
+    assert names(offer(graph=True, cascade=True)) - apart == {"decode-paged-graph-replay-cascade-1"}
+    more = names(offer(graph=True, cascade=True, lse=True, softcap=True), level="full")
+    assert {f"decode-paged-graph-replay-cascade-2{what}" for what in ("", "-lse", "-softcap-30", "-together")} <= more
+    assert {"decode-paged-graph-random", "decode-paged-graph-random-cascade-2"} <= more
+    records = (record(graph=True), record(cascade=True))
+    assert not {name for name in names(Offer(name="two", backend=Specimen, capabilities=records)) if "graph" in name
+                and "cascade" in name}  # fmt: skip
+
+
+def test_declaring_more_of_latents_tests_more_of_them():
+    small = {"attention": {"mla"}, "kv_layouts": {"latent"}, "head_dims": {80}, "v_head_dims": {64}, "gqa_ratios": {16}}
+    base = names(offer(**small))
+    assert "decode-mla-matches-latent-64-16" in base
+    assert {name for name in base if "heads" in name} == {
+        f"{phase}-mla-matches-heads-16" for phase in ("decode", "extend")
+    }
+    for axis, value in [
+        ("head_dims", {80, 576}), ("gqa_ratios", ANY), ("lse", True), ("cascade", True), ("graph", True),
+        ("query_lens", {1, 2}), ("kv_dtypes", {"same", "float8_e4m3fn"}), ("query_mask", True), ("sinks", True),
+    ]:  # fmt: skip
+        changed = small | {axis: value} | ({"v_head_dims": {64, 512}} if axis == "head_dims" else {})
+        assert names(offer(**changed), level="full") - names(offer(**small), level="full"), axis
+
+
+def test_a_latent_record_is_tried_at_deepseeks_size_and_at_others():
+    of = Offer(name="latents", backend=Specimen, capabilities=(LATENT,))
+    found = names(of, level="full")
+    for rank, rope in ((16, 8), (64, 16), (128, 64), (256, 32), (512, 64)):
+        assert f"decode-mla-matches-latent-{rank}-{rope}" in found
+    for heads in (1, 3, 16, 128):
+        assert f"extend-mla-matches-heads-{heads}" in found
+    [largest] = [case for case in cases(of, level="full") if case.name == "decode-mla-matches-latent-512-64"]
+    assert make_spec(largest.fields, [1]).scale == 192**-0.5
 
 
 def test_cases_run_in_order_of_size_and_have_names_of_their_own():

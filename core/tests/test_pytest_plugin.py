@@ -73,3 +73,36 @@ def test_a_class_that_is_not_whole_is_told_what_it_needs(tmp_path):
         file.write('    backend = "no-one"\n')
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "no such backend is installed" in done.stdout + done.stderr
+
+
+LATENT_LINES = """
+from headstock.testing import MLAConformance
+from headstock.testing.latent_mutants import LatentRopeDropped
+from headstock.testing.specimen import CAPABILITIES, LATENT, Specimen
+from headstock import Offer
+
+class TestLatents(MLAConformance):
+    backend = Offer(name="mine", backend=LatentRopeDropped, capabilities=(CAPABILITIES, LATENT))
+    {more}
+"""
+
+
+def test_the_latent_part_of_the_suite_is_a_class_of_its_own(tmp_path):
+    def run_latents(more: str, *arguments: str) -> str:
+        (tmp_path / "test_mine.py").write_text(LATENT_LINES.format(more=more), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    listed = run_latents("pass", "--collect-only")
+    assert "[decode-mla-absorbs-batch]" in listed
+    assert "[extend-ragged-merges-prefix]" in listed
+    assert "-paged-" not in listed
+    few = 'kinds, quick = ("mla",), ("decode-mla-matches-1-of-*", "*-absorbs-*")'
+    told = run_latents(few)
+    assert "test_case[decode-mla-matches-1-of-2]" in told
+    assert "FAILED test_mine.py::TestLatents::test_case[decode-mla-absorbs-batch]" in told
+    assert "reuse" not in told
+    assert len(run_latents(few, "--collect-only", "--conformance=full").splitlines()) > 150
+    without = 'backend = Offer(name="mine", backend=Specimen, capabilities=(CAPABILITIES,))'
+    assert "mine offers no latent attention" in run_latents(without)

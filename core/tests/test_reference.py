@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headstock.testing.mla import absorbed_against_expanded
 from headstock.testing.problem import Problem, make_problem
+from headstock.testing.specimen import Specimen
 
 CLOSE = {"rtol": 0.0, "atol": 1e-12}
 
@@ -135,3 +137,27 @@ def test_cache_scales_multiply_what_is_read():
     scaled = replace(plain, k_scale=2.0, v_scale=3.0)
     sharper = replace(plain, spec=replace(plain.spec, scale=plain.spec.scale * 2.0))
     torch.testing.assert_close(scaled.expected[0], sharper.expected[0] * 3.0, **CLOSE)
+
+
+def latents(query_lens: list[int], seq_lens: list[int], **fields: object) -> Problem:
+    return make_problem(query_lens, seq_lens, attention="mla", dtype="float64", kv_dtype="float64", **fields)
+
+
+def test_latents_are_keys_of_one_head_whose_first_part_is_their_value():
+    problem = latents([3], [7], num_heads=5, head_dim=24, v_head_dim=16)
+    out, lse, storage = problem.expected
+    assert problem.v is None
+    cache = problem.layer(storage).kv.latent
+    keys = cache[problem.batch.page_table[0].long()].flatten(0, 1)[:7, None]
+    q, k, v = (x.transpose(0, 1) for x in (problem.q, keys, keys[..., :16]))
+    triangle = torch.ones(3, 7, dtype=torch.bool).tril(4)
+    scores = (q @ k.transpose(-1, -2) * problem.spec.scale).masked_fill(~triangle, -torch.inf)
+    torch.testing.assert_close(out, (scores.softmax(-1) @ v).transpose(0, 1), **CLOSE)
+    torch.testing.assert_close(lse, scores.logsumexp(-1).T, **CLOSE)
+    assert problem.spec.scale == (16 // 4 + 8) ** -0.5, "of a head before it is absorbed"
+
+
+def test_absorbed_is_expanded_to_float64():
+    problem = latents([2, 1], [9, 4], num_heads=3, lse=True)
+    absorbed_against_expanded(Specimen, problem)
+    assert problem.tolerance()[0] < 1e-11

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 
 import pytest
 
-LAWS = [f"headstock.testing.{name}" for name in ("laws", "graphs", "rig", "problem", "honesty", "suite")]
+LAWS = [f"headstock.testing.{name}" for name in ("laws", "graphs", "mla", "rig", "problem", "honesty", "suite")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,24 +25,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The cases of the class's backend, as parameters; nothing of the suite is imported for other tests."""
     if "conformance" not in metafunc.fixturenames or metafunc.cls is None:
         return
-    from headstock.testing.conformance import AttentionConformance
+    from headstock.testing.conformance import AttentionConformance, MLAConformance
 
     if not issubclass(metafunc.cls, AttentionConformance):
         return
     from headstock.errors import HeadstockError
     from headstock.testing.suite import Suite
 
-    kind = metafunc.cls
+    kind, level = metafunc.cls, metafunc.config.getoption("--conformance")
     _check_class(kind)
     try:
         suite = Suite(
-            kind.backend, device=kind.device, level=metafunc.config.getoption("--conformance"), pairs=kind.pairs
-        )
+            kind.backend, device=kind.device, level=level, kinds=kind.kinds,
+            pairs=kind.pairs,
+        )  # fmt: skip
+        if issubclass(kind, MLAConformance) and not any("mla" in each.attention for each in suite.offer.capabilities):
+            raise HeadstockError(f"{suite.offer.name} offers no latent attention", works="AttentionConformance")
     except HeadstockError as error:
         raise pytest.UsageError(f"{kind.__name__}: {error}") from None
     used: set[str] = set()
     parameters = []
     for each in suite.everything():
+        if level == "quick" and not any(fnmatch(each.name, pattern) for pattern in kind.quick):
+            continue
         marks = [pytest.mark.conformance]
         for pattern, reason in kind.xfail.items():
             if fnmatch(each.name, pattern):

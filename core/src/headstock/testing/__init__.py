@@ -1,5 +1,5 @@
 """For authors of backends: the conformance suite, its cases and its reference."""
 
-from headstock.testing.conformance import AttentionConformance
+from headstock.testing.conformance import AttentionConformance, MLAConformance
 
-__all__ = ["AttentionConformance"]
+__all__ = ["AttentionConformance", "MLAConformance"]

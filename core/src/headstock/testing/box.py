@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 from headstock.capabilities import Capabilities
 from headstock.ints import Ints
+from headstock.testing.sizes import GQA_RATIOS, HEAD_DIMS, HEADS, QUERY_LENS, V_HEAD_DIMS, Level, Sizes
 
-Level = Literal["quick", "full"]
 Fields = dict[str, Any]
 
-PAGE_SIZES = (1, 2, 3, 4, 16, 24, 32, 64, 128, 256)
-HEAD_DIMS = (20, 36, 64, 80, 96, 128, 192, 256)
-V_HEAD_DIMS = ((24, 16), (64, 32), (192, 128))
-GQA_RATIOS = tuple(range(1, 17))
-QUERY_LENS = (2, 3, 4, 8)
 RANDOM = 60
 """Random problems at the full level, for each record, phase and kind."""
-QUICK = {
-    "page_sizes": (1, 3, 4, 16), "head_dims": (20, 64, 80, 96), "gqa": (1, 3, 5, 7, 8), "query_lens": (2, 3),
-}  # fmt: skip
-"""What the quick level keeps of each sweep; the full level keeps all."""
+REPLAYS = 40
+"""Random replays of one captured graph at the full level."""
 
 
 class Box:
@@ -30,28 +23,27 @@ class Box:
 
     def __init__(self, record: Capabilities, kind: str, phase: str, device: str, level: Level):
         self.record, self.kind, self.phase, self.level = record, kind, phase, level
-        self.paged = kind == "paged"
-        group = record.gqa_ratios.nearest(2)
+        self.cached, self.latent = kind != "ragged", kind == "mla"
+        self.sizes = Sizes(record, kind, level)
         dtype = next(name for name in ("float32", "float16", "bfloat16", "float64") if name in record.dtypes)
-        head_dim = record.head_dims.nearest(16)
+        head_dim, v_head_dim = self.sizes.dims()[0]
         self.base: Fields = {
             "device": device,
             "attention": kind,
             "phases": frozenset({phase}),
             "phase": phase,
             "dtype": dtype,
-            "num_kv_heads": self._kv_heads(group),
-            "num_heads": self._kv_heads(group) * group,
+            **self.sizes.heads(4 if self.latent else 2),
             "head_dim": head_dim,
-            "v_head_dim": head_dim if record.v_head_dims == "same" else record.v_head_dims.nearest(head_dim),
+            "v_head_dim": v_head_dim,
             "host_lengths": "bound" if record.host_lengths == "none" else record.host_lengths,
         }
-        if self.paged:
-            assert record.page_sizes is not None, "paged records have page sizes"
+        if self.cached:
+            assert record.page_sizes is not None, "records with a cache have page sizes"
             same = "same" in record.kv_dtypes or dtype in record.kv_dtypes
             self.base |= {
                 "page_size": record.page_sizes.nearest(4),
-                "kv_layout": "nhd" if "nhd" in record.kv_layouts else min(record.kv_layouts),
+                "kv_layout": self.sizes.layouts()[0],
                 "kv_dtype": dtype if same else min(record.kv_dtypes),
             }
         self.n = record.query_lens.nearest(1) if phase == "decode" else 0
@@ -78,15 +70,14 @@ class Box:
         """Lengths about the edges of pages: each alone at the base page size, all together at every other."""
         for new, length in self._rows(self.base):
             yield f"{new}-of-{length}", "matches", {**self.base, "query_lens": (new,), "seq_lens": (length,)}
-        for page in self._pages():
-            fields = {**self.base, "page_size": page} if self.paged else self.base
+        for page in self.sizes.pages():
+            fields = {**self.base, "page_size": page} if self.cached else self.base
             yield f"page-{page}", "matches", {**fields, **self._batch(fields), **self._lse()}
 
     def _many(self) -> Iterator[tuple[str, Fields]]:
         """Many rows and long ones: what a small problem cannot show of blocks, splits and grids."""
         rows, page = (33, 129) if self.level == "full" else (33,), self.base.get("page_size") or 4
-        few = {**self.base, "num_kv_heads": self._kv_heads(self.record.gqa_ratios.nearest(1))}
-        few["num_heads"] = few["num_kv_heads"] * self.record.gqa_ratios.nearest(1)
+        few = {**self.base, **self.sizes.heads(1)}
         n = self.n or 1
         for count in rows:
             lens = tuple(n + i * 7 % (3 * page) for i in range(count))
@@ -102,9 +93,32 @@ class Box:
                 yield f"long-window-{window}", {**few, "window": window, "query_lens": (n,) * 3, "seq_lens": lens}
 
     def _shapes(self) -> Iterator[tuple[str, Fields]]:
-        """Head dims, ratios, dtypes, layouts and query lengths."""
+        """Head dims, head counts, dtypes, scales and caches."""
         record, base = self.record, self.base
-        dims = [*self._keep("head_dims", HEAD_DIMS, record.head_dims), record.head_dims.nearest(1)]
+        yield from self._latents() if self.latent else self._sizes_of_heads()
+        yield "scale-1", {**base, "scale": 1.0}
+        yield "scale-0.1", {**base, "scale": 0.1}
+        yield "large-logits", {**base, "q_factor": 60.0}
+        yield "layer-7", {**base, "layer_index": 7}
+        if self.level == "full" and record.max_context.last and self.phase == "decode":
+            yield "context", {**base, "max_context": record.max_context.last, "slack": self._slack()}
+        for dtype in sorted(record.dtypes):
+            kv = dtype if "same" in record.kv_dtypes or dtype in record.kv_dtypes else min(record.kv_dtypes)
+            yield dtype, {**base, "dtype": dtype, **({"kv_dtype": kv} if self.cached else {})}
+        yield from self._caches()
+
+    def _latents(self) -> Iterator[tuple[str, Fields]]:
+        """Ranks with rope dims, and the counts of the query heads that share the one latent."""
+        for head_dim, rank in self.sizes.dims():
+            yield f"latent-{rank}-{head_dim - rank}", {**self.base, "head_dim": head_dim, "v_head_dim": rank}
+        for count in self.sizes.keep("heads", HEADS, self.record.num_heads):
+            if count in self.record.gqa_ratios:
+                yield f"heads-{count}", {**self.base, "num_heads": count}
+
+    def _sizes_of_heads(self) -> Iterator[tuple[str, Fields]]:
+        """Head dims, and query and key heads that share each other in all ways."""
+        record, base = self.record, self.base
+        dims = [*self.sizes.keep("head_dims", HEAD_DIMS, record.head_dims), record.head_dims.nearest(1)]
         for dim in dict.fromkeys(dims):
             v_dim = (
                 dim if record.v_head_dims == "same" or dim in record.v_head_dims else record.v_head_dims.nearest(dim)
@@ -115,8 +129,8 @@ class Box:
             for dim, v_dim in (*V_HEAD_DIMS, *own):
                 if dim in record.head_dims and v_dim in record.v_head_dims:
                     yield f"v-head-dim-{dim}-{v_dim}", {**base, "head_dim": dim, "v_head_dim": v_dim}
-        for ratio in self._keep("gqa", GQA_RATIOS, record.gqa_ratios):
-            heads = {"num_kv_heads": self._kv_heads(ratio), "num_heads": self._kv_heads(ratio) * ratio}
+        for ratio in self.sizes.keep("gqa", GQA_RATIOS, record.gqa_ratios):
+            heads = self.sizes.heads(ratio)
             if heads["num_heads"] in record.num_heads:
                 yield f"gqa-{ratio}", {**base, **heads}
         for kv_heads, ratio in ((3, record.gqa_ratios.nearest(3)), (8, record.gqa_ratios.nearest(4))):
@@ -125,25 +139,15 @@ class Box:
                     f"kv-heads-{kv_heads}",
                     {**base, "num_heads": kv_heads * ratio, "num_kv_heads": kv_heads},
                 )
-        yield "scale-1", {**base, "scale": 1.0}
-        yield "scale-0.1", {**base, "scale": 0.1}
-        yield "large-logits", {**base, "q_factor": 60.0}
-        yield "layer-7", {**base, "layer_index": 7}
         for count in sorted(record.num_heads.values or ()):
             ratio = next(r for r in range(1, count + 1) if count % r == 0 and r in record.gqa_ratios)
             yield f"heads-{count}", {**base, "num_heads": count, "num_kv_heads": count // ratio}
-        if self.level == "full" and record.max_context.last and self.phase == "decode":
-            yield "context", {**base, "max_context": record.max_context.last, "slack": self._slack()}
-        for dtype in sorted(record.dtypes):
-            kv = dtype if "same" in record.kv_dtypes or dtype in record.kv_dtypes else min(record.kv_dtypes)
-            yield dtype, {**base, "dtype": dtype, **({"kv_dtype": kv} if self.paged else {})}
-        yield from self._caches()
 
     def _caches(self) -> Iterator[tuple[str, Fields]]:
-        if not self.paged:
+        if not self.cached:
             return
         record, base = self.record, self.base
-        for layout in sorted(record.kv_layouts):
+        for layout in sorted(self.sizes.layouts()):
             yield f"layout-{layout}", {**base, "kv_layout": layout}
         for kv_dtype in sorted(record.kv_dtypes - {"same", base["dtype"]}):
             yield f"kv-{kv_dtype}", {**base, "kv_dtype": kv_dtype}
@@ -170,7 +174,7 @@ class Box:
                 for other, more in settings[i + 1 :]:
                     if not fields.keys() & more.keys() and self._together({**fields, **more}):
                         yield f"{what}-{other}", {**self.base, **fields, **more}
-        joint = {name: value for _, fields in settings for name, value in fields.items() if name in JOINT}
+        joint = self._joint(JOINT)
         if len(joint) > 1:
             yield "together", {**self.base, **joint}
 
@@ -180,7 +184,7 @@ class Box:
         if record.sliding_window:
             for window in dict.fromkeys((1, 2, min(page, 16), min(page, 16) + 1, 1000)):
                 yield f"window-{window}", {"window": window}
-            if self.paged:
+            if self.cached:
                 yield "window-behind-dropped-pages", {"window": 3, "dropped": 8 * page}
         if record.softcap:
             yield "softcap-0.5", {"softcap": 0.5}
@@ -191,17 +195,17 @@ class Box:
             yield "alibi", {"alibi": True}
         if record.lse:
             yield "lse", {"lse": True}
-        if record.query_mask and self.paged:
+        if record.query_mask and self.cached:
             yield "query-mask", {"query_mask": True}
         if record.non_causal:
             yield "non-causal", {"causal": False}
-            if self.paged:
+            if self.cached:
                 yield "cross", {"causal": False, "cross": True}
-        if record.cascade and self.paged:
+        if record.cascade and self.cached:
             for depth in (1, 2):
                 yield f"cascade-{depth}", {"shared": self._prefixes(depth)}
         if self.phase == "decode":
-            for n in self._keep("query_lens", QUERY_LENS, record.query_lens):
+            for n in self.sizes.keep("query_lens", QUERY_LENS, record.query_lens):
                 yield f"query-len-{n}", {"query_len": n}
 
     def _laws(self) -> Iterator[tuple[str, str, Fields]]:
@@ -209,28 +213,33 @@ class Box:
         record, fields = self.record, {**self.base, **self._lse()}
         rows = {**fields, **self._batch(fields)}
         scaled: Fields = {}
-        if record.kv_scales and self.paged and (kv := sorted(record.kv_dtypes - {"same", fields["dtype"]})):
+        if record.kv_scales and self.cached and (kv := sorted(record.kv_dtypes - {"same", fields["dtype"]})):
             scaled = {"kv_dtype": kv[0], "k_scale": 0.04, "v_scale": 0.05}
         special = {name: True for name in ("sinks", "alibi") if getattr(record, name)}
         for law in ("alone", "reuse", "describe"):
             yield "batch", law, rows
-        if self.paged:
+        if self.cached:
             for law in ("mean", "cached", "strides"):
                 yield "batch", law, rows
             if record.sliding_window:
                 yield "window", "cached", {**rows, "window": 3}
-            if self.phase == "decode" and (more := self._keep("query_lens", (2,), record.query_lens)):
+            if self.phase == "decode" and (more := self.sizes.keep("query_lens", (2,), record.query_lens)):
                 yield f"query-len-{more[0]}", "cached", {**fields, **self._batch(self.base, more[0])}
             if record.lse and self.n == 1:
                 yield "parts", "merges", rows
             yield "batch", "plans", {**rows, **scaled, **special}
+            if self.latent:
+                yield "batch", "absorbs", rows
             yield "far", "offsets", self._far()
             if self.phase == "extend":
                 for each in self.chunked():
                     yield f"prompt-{each['query_lens'][0]}", "chunks", each
+        elif record.lse and record.non_causal and self.phase == "extend":
+            lens = {"query_lens": (1, 2, 3, 4, 5), "seq_lens": (5, 2, 9, 4, 12)}
+            yield "prefix", "merges", {**fields, **lens, "non_causal": True}
         if record.batch_invariant:
             yield "invariant", "alone", {**rows, "batch_invariant": True}
-        if record.graph and self.phase == "decode" and self.paged:
+        if record.graph and self.phase == "decode" and self.cached:
             yield from self._graphs()
 
     def _random(self, draw: Random) -> Fields:
@@ -241,8 +250,8 @@ class Box:
             changed = {name: value for name, value in shape.items() if value != self.base.get(name)}
             if changed.keys() <= {"kv_layout", "order", "poison", "padded_rows"}:
                 fields |= changed
-        if self.paged:
-            fields["page_size"] = draw.choice(self._pages())
+        if self.cached:
+            fields["page_size"] = draw.choice(self.sizes.pages())
         settings = [more for _, more in self._settings() if not more.keys() & {"shared", "cross", "query_len"}]
         for more in draw.sample(settings, min(2, len(settings))):
             if self._together({**fields, **more}) and not more.keys() & fields.keys():
@@ -255,10 +264,9 @@ class Box:
 
     def _graphs(self) -> Iterator[tuple[str, str, Fields]]:
         small = {**self.base, "query_lens": (self.n,) * 4, "seq_lens": (32,) * 4}
-        for name in ("num_heads", "num_kv_heads"):
-            small[name] = self.base["num_heads"] // self.base["num_kv_heads"] if name == "num_heads" else 1
-        if small["num_heads"] not in self.record.num_heads:
-            small |= {name: self.base[name] for name in ("num_heads", "num_kv_heads")}
+        group = self.base["num_heads"] // self.base["num_kv_heads"]
+        if group in self.record.num_heads:
+            small |= {"num_heads": group, "num_kv_heads": 1}
         if "extend" in self.record.phases:
             small["phases"] = frozenset({"extend", "decode"})
         yield "replay", "graph", {**small, "query_len": self.n}
@@ -266,6 +274,24 @@ class Box:
             n = fields.get("query_len", self.n)
             if not fields.keys() & {"shared", "cross", "dropped", "query_mask", "causal"}:
                 yield f"replay-{what}", "graph", {**small, **fields, "query_len": n}
+        if self.record.cascade:
+            yield from self._captured_levels(small)
+        if self.level == "full":
+            yield "random", "graph", {**small, **self._joint(STATES), "query_len": self.n, "replays": REPLAYS}
+
+    def _captured_levels(self, small: Fields) -> Iterator[tuple[str, str, Fields]]:
+        """Graphs that read shared prefixes: plain, with all that makes or changes partial states, and with each."""
+        small = {**small, "query_len": self.n}
+        features = [("", {}), ("-together", self._joint(STATES))]
+        if self.level == "full":
+            features += [(f"-{what}", fields) for what, fields in self._settings() if fields.keys() & set(STATES)]
+        for depth in (1, 2) if self.level == "full" else (1,):
+            for what, fields in features:
+                if fields or not what:
+                    yield f"replay-cascade-{depth}{what}", "graph", {**small, **fields, "max_levels": depth}
+        if self.level == "full":
+            fields = {**small, **self._joint(STATES), "max_levels": 2, "replays": REPLAYS}
+            yield "random-cascade-2", "graph", fields
 
     def _far(self) -> Fields:
         length = 2 * self.base["page_size"]
@@ -286,7 +312,7 @@ class Box:
                 "query_lens": tuple([n or 2 for _ in lens]),
                 "seq_lens": tuple(length + (n or 2) for length in lens),
             }
-        if fields.get("cross") or not self.paged:
+        if fields.get("cross") or fields["attention"] == "ragged":
             return {"query_lens": tuple([n or i + 1 for i in range(5)]), "seq_lens": (5, 0, 1, 9, 3)}
         rows = self._rows(fields, n)
         return {"query_lens": tuple([new for new, _ in rows]), "seq_lens": tuple([length for _, length in rows])}
@@ -312,12 +338,6 @@ class Box:
     def _sizes(self, fields: Fields, n: int) -> list[int]:
         page = fields.get("page_size") or 4
         return sorted({n, n + 1, page - 1, page, page + 1, 2 * page, 3 * page + 1} - set(range(n)))
-
-    def _pages(self) -> list[int]:
-        if not self.paged:
-            return [0]
-        assert self.record.page_sizes is not None, "paged records have page sizes"
-        return self._keep("page_sizes", PAGE_SIZES, self.record.page_sizes) or [self.record.page_sizes.nearest(4)]
 
     def _prefixes(self, depth: int) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Shared levels of five rows: runs that share, one without rows, and a row that shares nothing anywhere."""
@@ -345,21 +365,15 @@ class Box:
             return False
         return not ("query_mask" in fields and fields.keys() & {"cross", "causal"})
 
+    def _joint(self, names: Iterable[str]) -> Fields:
+        """All of these features that are declared, at once."""
+        return {name: value for _, fields in self._settings() for name, value in fields.items() if name in names}
+
     def _lse(self) -> Fields:
         return {"lse": True} if self.record.lse else {}
-
-    def _kv_heads(self, ratio: int) -> int:
-        """Key heads for a ratio: two, where the record's head counts allow, else as many as make one of them."""
-        for heads in (2, 1, 3, 4, 8, 16):
-            if heads * ratio in self.record.num_heads:
-                return heads
-        return max(self.record.num_heads.nearest(2 * ratio) // ratio, 1)
-
-    def _keep(self, sweep: str, values: tuple[int, ...], declared: Ints) -> list[int]:
-        """Which values of a sweep are declared; where they are declared one by one, every one of them."""
-        wanted = QUICK[sweep] if self.level == "quick" else values
-        return sorted({value for value in wanted if value in declared} | (declared.values or set()))
 
 
 JOINT = ("window", "softcap", "sinks", "alibi", "lse")
 """Features that a model may have all at once."""
+STATES = ("softcap", "sinks", "lse")
+"""Features among them that partial states of shared prefixes have a part in."""

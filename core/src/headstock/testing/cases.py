@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstock.capabilities import PHASES
+from headstock.capabilities import ATTENTION_KINDS, PHASES
 from headstock.offer import Offer
 from headstock.requirement import Requirement
-from headstock.testing.box import Box, Fields, Level
+from headstock.testing.box import Box, Fields
 from headstock.testing.problem import make_spec
+from headstock.testing.sizes import Level
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ def cases(offer: Offer, *, device: str = "cpu", capability: int | None = None, l
             name = f"{box.phase}-{box.kind}-{law}-{what}"
             found.setdefault(name, Case(name, law, fields, _cost(law, fields)))
     for what, fields in relays(offer, offer, device, capability):
-        name = f"both-paged-continues-{what}"
+        name = f"both-{fields['attention']}-continues-{what}"
         found[name] = Case(name, "continues", fields, _cost("continues", fields))
     return sorted(found.values(), key=lambda case: (case.cost, case.name))
 
@@ -44,24 +45,26 @@ def boxes(offer: Offer, device: str, capability: int | None, level: Level) -> It
     """What can run here, by record, attention kind and phase."""
     for record in offer.capabilities:
         if device in record.devices and (capability is None or capability in record.compute_capability):
-            for kind in (kind for kind in ("paged", "ragged") if kind in record.attention):
+            for kind in (kind for kind in ATTENTION_KINDS if kind in record.attention):
                 for phase in (phase for phase in PHASES if phase in record.phases):
                     yield Box(record, kind, phase, device, level)
 
 
 def relays(writer: Offer, reader: Offer, device: str, capability: int | None) -> Iterator[tuple[str, Fields]]:
     """Prompts that one offer's extend begins and another's decode goes on with, where both cover them."""
+    seen = set()
     for box in boxes(writer, device, capability, "quick"):
-        if (box.kind, box.phase) == ("paged", "extend"):
+        if box.cached and box.phase == "extend" and box.kind not in seen:
+            seen.add(box.kind)
             for fields in box.chunked():
                 need = Requirement.of(make_spec({**fields, "phase": "decode"}, (1,)), "decode")
                 if any(not need.unmet(record) for record in reader.capabilities):
                     yield f"prompt-{fields['query_lens'][0]}", {**fields, "host_lengths": "exact", "reader": "decode"}
-            return
 
 
 def _cost(law: str, fields: Fields) -> int:
     """Roughly the products that the reference works out, in all runs of the law."""
-    runs = {"graph": 24, "offsets": 40, "reuse": 3, "chunks": 3, "continues": 4}.get(law, 1)
+    runs = {"graph": 24, "offsets": 40, "reuse": 3, "chunks": 3, "continues": 4, "absorbs": 2}.get(law, 1)
+    runs += 4 * int(fields.get("replays", 0))
     pairs = sum(n * length for n, length in zip(fields["query_lens"], fields["seq_lens"], strict=True))
     return int(runs * (pairs + 1) * int(fields["num_heads"]) * (int(fields["head_dim"]) + 16))

@@ -71,8 +71,8 @@ def shared_levels(table: Tensor, shared: Segments, device: str) -> tuple[SharedL
 
 def tokens(
     spec: BackendSpec, count: int, random: torch.Generator, heads_first: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of `count` tokens, as strided views of one fused projection."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q, k and v of `count` tokens, as strided views of one fused projection; no v beside a latent k."""
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
     widths = [heads * spec.head_dim, kv_heads * spec.head_dim, kv_heads * spec.v_head_dim]
     fused = torch.randn(count, sum(widths), generator=random, dtype=torch.float64)
@@ -81,7 +81,7 @@ def tokens(
     q, k, v = (x.view(count, *shape) for x, shape in zip((q, k, v), shapes, strict=True))
     if heads_first:
         q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
-    return q, k, v
+    return q, k, None if spec.attention == "mla" else v
 
 
 def trees(q_lens: Sequence[int], lens: Sequence[int], random: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from headstock.testing.box import Box, Fields
 from headstock.testing.cases import boxes
 from headstock.testing.problem import make_problem, make_spec
 from headstock.testing.rig import Rig, Trespass
+from headstock.testing.sizes import LATENTS
 
 Verdict = Literal["refused", "could be declared"]
 
@@ -46,7 +47,10 @@ def claims(offer: Offer, *, device: str = "cpu", capability: int | None = None) 
         for axis, what, change in _changes(box):
             fields = box.batched({**box.base, **change})
             need = Requirement.of(make_spec(fields, fields["query_lens"]), fields["phase"])
-            if all(need.unmet(record) for record in offer.capabilities):
+            elsewhere = axis == "attention" and any(  # in another record, which refuses this for its sizes
+                what in record.attention and box.phase in record.phases for record in offer.capabilities
+            )
+            if not elsewhere and all(need.unmet(record) for record in offer.capabilities):
                 name = f"{box.phase}-{box.kind}-{axis}-{what}"
                 found.setdefault(name, Claim(name, axis, fields))
     return list(found.values())
@@ -82,30 +86,46 @@ def examine(backend: type[AttentionBackend], offer: Offer, claim: Claim) -> Verd
 def _changes(box: Box) -> Iterator[tuple[str, str, Fields]]:
     """(axis, what, fields) that differ from the base configuration in one axis, whether declared or not."""
     base = box.base
-    for dim in (8, 16, 24, 64, 80, 96, 128, 192, 256):
-        yield "head_dims", str(dim), {"head_dim": dim, "v_head_dim": dim}
-    yield "v_head_dims", "other", {"v_head_dim": base["head_dim"] // 2}
-    for ratio in (1, 2, 3, 5, 7, 8):
-        yield "gqa_ratios", str(ratio), {"num_kv_heads": 2, "num_heads": 2 * ratio}
+    yield from _latents(box) if box.latent else _heads(box)
     for dtype in ("float32", "float16", "bfloat16"):
-        cache = {"kv_dtype": dtype} if box.paged else {}
+        cache = {"kv_dtype": dtype} if box.cached else {}
         yield "dtypes", dtype, {"dtype": dtype, **cache}
     for name, fields in FEATURES.items():
-        if name != "query_mask" or box.paged:
+        if name != "query_mask" or box.cached:
             yield name, "on", fields
     if box.phase == "decode":
         for n in (2, 3):
             yield "query_lens", str(n), {"query_len": n}
-    if box.paged:
+    if box.cached:
         for page in (1, 2, 8, 16, 32):
             yield "page_sizes", str(page), {"page_size": page}
-        for layout in ("nhd", "hnd"):
+        for layout in () if box.latent else ("nhd", "hnd"):
             yield "kv_layouts", layout, {"kv_layout": layout}
         for kv in ("float8_e4m3fn", "float8_e5m2"):
             yield "kv_dtypes", kv, {"kv_dtype": kv}
-    other = {"paged": "ragged", "ragged": "paged"}[box.kind]
-    cached = {"page_size": 4, "kv_layout": "nhd", "kv_dtype": base["dtype"]} if other == "paged" else {"page_size": 0}
-    yield "attention", other, {"attention": other, **cached}
+    for other, layout in (("paged", "nhd"), ("mla", "latent"), ("ragged", "")):
+        if other != box.kind:
+            cached = {"page_size": 4, "kv_layout": layout, "kv_dtype": base["dtype"]} if layout else {"page_size": 0}
+            latent = {"num_kv_heads": 1, "head_dim": 24, "v_head_dim": 16} if other == "mla" else {}
+            yield "attention", other, {"attention": other, **cached, **latent}
+
+
+def _heads(box: Box) -> Iterator[tuple[str, str, Fields]]:
+    for dim in (8, 16, 24, 64, 80, 96, 128, 192, 256):
+        axis = "v_head_dims" if dim in box.record.head_dims else "head_dims"
+        yield axis, str(dim), {"head_dim": dim, "v_head_dim": dim}
+    yield "v_head_dims", "other", {"v_head_dim": box.base["head_dim"] // 2}
+    for ratio in (1, 2, 3, 5, 7, 8):
+        yield "gqa_ratios", str(ratio), {"num_kv_heads": 2, "num_heads": 2 * ratio}
+
+
+def _latents(box: Box) -> Iterator[tuple[str, str, Fields]]:
+    for rank, rope in LATENTS:
+        axis = "v_head_dims" if rank + rope in box.record.head_dims else "head_dims"
+        yield axis, f"{rank}-{rope}", {"head_dim": rank + rope, "v_head_dim": rank}
+    for count in (1, 3, 16, 128):
+        axis = "gqa_ratios" if count in box.record.num_heads else "num_heads"
+        yield axis, str(count), {"num_heads": count}
 
 
 def exercised(fields: Mapping[str, Any]) -> dict[str, str]:

@@ -13,9 +13,11 @@ import torch
 
 from headstock.backend import AttentionBackend
 from headstock.batch import ForwardBatch
+from headstock.kv.layout import NHD, Latent
 from headstock.testing.graphs import replays_equal_eager
-from headstock.testing.layouts import Far, PackedKV
-from headstock.testing.problem import Problem, Result, close, make_problem
+from headstock.testing.layouts import DISTANT, PACKED
+from headstock.testing.mla import absorbed_against_expanded, compare_merged, given_parts_merge
+from headstock.testing.problem import Problem, Result, close, make_problem, tensors
 from headstock.testing.rig import Rig
 
 Backend = type[AttentionBackend]
@@ -92,9 +94,10 @@ def zero_queries_average(backend: Backend, fields: Fields) -> None:
     for row, length in enumerate(lens[: batch.num_real_reqs]):
         keys = torch.arange(length, device=out.device)
         pages = batch.page_table[row, keys // batch.page_size].long()
-        values = cache.gather(pages * batch.page_size + keys % batch.page_size)[1]
-        assert values is not None, "a paged problem"
-        values = values.double().repeat_interleave(given.spec.num_heads // given.spec.num_kv_heads, 1) * given.v_scale
+        latents, values = cache.gather(pages * batch.page_size + keys % batch.page_size)
+        scale = given.k_scale if values is None else given.v_scale
+        values = latents[..., : given.spec.v_head_dim] if values is None else values
+        values = values.double().repeat_interleave(given.spec.num_heads // given.spec.num_kv_heads, 1) * scale
         new = starts[row + 1] - starts[row]
         for i in range(new):
             mean = values[: length - new + i + 1 if batch.causal else length].mean(0)
@@ -140,20 +143,21 @@ def plans_live_side_by_side(backend: Backend, fields: Fields) -> None:
 
 
 def strides_are_honoured(backend: Backend, fields: Fields) -> None:
-    """A cache whose rows hold K and V side by side, and queries laid out by heads, give the same."""
-    given = problem({**fields, "layout": PackedKV, "heads_first": True})
+    """A cache whose rows hold more than a key, and queries laid out by heads, give the same."""
+    given = problem({**fields, "layout": PACKED[fields["attention"]], "heads_first": True})
     given.compare(Rig(backend, given.spec).run(given))
     mixed = problem(fields)  # as a model gives them that rotates keys into a tensor of their own
     assert mixed.k is not None, "a problem with new tokens"
-    assert mixed.v is not None, "a problem with new tokens"
-    for k, v in ((mixed.k.contiguous(), mixed.v), (mixed.k, mixed.v.contiguous())):
+    for k, v in ((mixed.k.contiguous(), mixed.v), (mixed.k, None if mixed.v is None else mixed.v.contiguous())):
         each = replace(mixed, k=k, v=v)
         each.compare(Rig(backend, each.spec).run(each))
 
 
 def offsets_are_64_bit(backend: Backend, fields: Fields) -> None:
     """Keys that lie past 2³¹ elements of their cache are found: pages are far apart, and little of it is memory."""
-    given = problem({**fields, "layout": Far, "order": "ordered", "poison": "huge", "spare": 0}, keep=False)
+    given = problem(
+        {**fields, "layout": DISTANT[fields["attention"]], "order": "ordered", "poison": "huge", "spare": 0}, keep=False
+    )
     batch = replace(given.batch)
     rig = Rig(backend, given.spec)
     rig.plan(batch)
@@ -165,7 +169,9 @@ def parts_merge(backend: Backend, fields: Fields) -> None:
     """Keys in two parts, each with its log-sum-exp, merge to the whole; a part without keys weighs nothing."""
     whole = problem(fields)
     batch, stored = whole.batch, whole.expected[2]
-    assert batch.page_table is not None, "a paged problem"
+    if batch.page_table is None:
+        given_parts_merge(backend, whole)
+        return
     lens, page = batch.seq_lens.tolist(), batch.page_size
     cached = replace(whole, k=None, v=None, storage=stored)
     cut = [length // page * page if row % 2 else 0 for row, length in enumerate(lens)]
@@ -180,15 +186,13 @@ def parts_merge(backend: Backend, fields: Fields) -> None:
             host_lengths="exact" if batch.seq_lens_cpu is not None else "bound",
         )  # fmt: skip
         rig.plan(part)
-        out, lse, _ = rig.forward(replace(cached, batch=part), part, stored)
-        assert lse is not None, "a problem with log-sum-exp"
-        states.append((out.double().cpu(), lse.double().cpu()))
-    (out, lse), (other, other_lse) = states
-    total = torch.logaddexp(lse, other_lse)
-    merged = out * (lse - total).exp()[..., None] + other * (other_lse - total).exp()[..., None]
-    out_error, lse_error = whole.tolerance()
-    close(merged, whole.expected[0], 2 * out_error, what="merged out [token, head, dim]")
-    close(total, whole.expected[1], 2 * lse_error, 1e-6, what="merged lse [token, head]")
+        states.append(rig.forward(replace(cached, batch=part), part, stored))
+    compare_merged(whole, *states)
+
+
+def absorbed_equals_expanded(backend: Backend, fields: Fields) -> None:
+    """Attention in the latent space, projected up, is attention over keys and values that were projected up before."""
+    absorbed_against_expanded(backend, problem(fields))
 
 
 def describes_itself(backend: Backend, fields: Fields) -> None:
@@ -212,6 +216,7 @@ LAWS: Mapping[str, Law] = MappingProxyType(
         "reuse": instances_hold_no_batch,
         "plans": plans_live_side_by_side,
         "merges": parts_merge,
+        "absorbs": absorbed_equals_expanded,
         "strides": strides_are_honoured,
         "offsets": offsets_are_64_bit,
         "graph": replays_equal_eager,
@@ -285,19 +290,19 @@ def span(whole: Problem, first: int, stop: int, phase: Any) -> Problem:
         max_seq_len=batch.max_seq_len,
     )
     assert whole.k is not None, "a problem with new tokens"
-    assert whole.v is not None, "a problem with new tokens"
-    return replace(whole, batch=single, q=whole.q[part], k=whole.k[part], v=whole.v[part])
+    v = None if whole.v is None else whole.v[part]
+    return replace(whole, batch=single, q=whole.q[part], k=whole.k[part], v=v)
 
 
 def _near(given: Problem) -> Problem:
     """A far problem's like in an ordinary cache."""
-    from headstock.kv.layout import NHD
-
     spec, storage = given.spec, given.storage
     assert storage is not None, "a far problem is paged"
-    near = torch.zeros(storage.shape[0], NHD.bytes_per_page(spec), dtype=torch.uint8, device=storage.device)
-    close_by = replace(given, layout=NHD, storage=near)
-    far_view, near_view = given.layer(storage).kv, close_by.layer(near).kv
-    near_view.k.copy_(far_view.k)  # type: ignore[union-attr]
-    near_view.v.copy_(far_view.v)  # type: ignore[union-attr]
+    layout = NHD if spec.attention == "paged" else Latent
+    near = torch.zeros(storage.shape[0], layout.bytes_per_page(spec), dtype=torch.uint8, device=storage.device)
+    close_by = replace(given, layout=layout, storage=near)
+    assert given.layout is not None, "a far problem is paged"
+    near_by, far_away = layout.view(near, spec, 1.0, 1.0), given.layout.view(storage, spec, 1.0, 1.0)
+    for to, at in zip(tensors(near_by), tensors(far_away), strict=True):
+        to.copy_(at)
     return close_by

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from torch import Tensor
 
 from headstock.backend import BackendSpec
 from headstock.device import torch_dtype
-from headstock.kv.layout import KVLayout, KVView, PagedView
+from headstock.kv.layout import KVLayout, KVView, LatentView, PagedView
 
 FAR = 2**30 + 64
 """Elements from one page to the next: the third page of a cache begins past 2³¹."""
@@ -43,3 +46,32 @@ class Far(KVLayout):
         k = elements[:, :k_size].view(*shape, spec.head_dim)
         v = elements[:, k_size : k_size + v_size].view(*shape, spec.v_head_dim)
         return PagedView(k, v, k_scale, v_scale)
+
+
+class WideLatent(KVLayout):
+    """A page is [page, R + P + 8]: latents with something else of the host's between them."""
+
+    @classmethod
+    def bytes_per_page(cls, spec: BackendSpec) -> int:
+        return spec.page_size * (spec.head_dim + 8) * torch_dtype(spec.kv_dtype).itemsize
+
+    @classmethod
+    def view(cls, storage: Tensor, spec: BackendSpec, k_scale: float, v_scale: float) -> KVView:
+        rows = storage.view(torch_dtype(spec.kv_dtype)).view(-1, spec.page_size, spec.head_dim + 8)
+        return LatentView(rows[..., : spec.head_dim], k_scale)
+
+
+class FarLatent(Far):
+    """Latents with `FAR` elements from page to page."""
+
+    @classmethod
+    def view(cls, storage: Tensor, spec: BackendSpec, k_scale: float, v_scale: float) -> KVView:
+        elements = storage.view(torch_dtype(spec.kv_dtype))
+        latent = elements[:, : spec.page_size * spec.head_dim].view(-1, spec.page_size, spec.head_dim)
+        return LatentView(latent, k_scale)
+
+
+PACKED: Mapping[str, type[KVLayout]] = MappingProxyType({"paged": PackedKV, "mla": WideLatent})
+"""Caches whose rows hold more than a key, by attention kind."""
+DISTANT: Mapping[str, type[KVLayout]] = MappingProxyType({"paged": Far, "mla": FarLatent})
+"""Caches whose pages are far apart, by attention kind."""

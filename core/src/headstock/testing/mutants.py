@@ -16,7 +16,9 @@ from torch import Tensor
 
 from headstock.backend import BackendSpec, Workspace, WorkspaceBytes
 from headstock.batch import ForwardBatch
+from headstock.kv.layout import PagedView
 from headstock.layer import AttentionLayer
+from headstock.testing import latent_mutants, level_mutants
 from headstock.testing.specimen import NOTHING, Plan, Specimen
 
 State = tuple[Tensor, Tensor]
@@ -229,9 +231,9 @@ class CacheTakenContiguous(Specimen):
     """Keys and values are read as if each filled its half of a page."""
 
     def read(self, plan: Plan, k: Tensor | None, v: Tensor | None, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
-        if layer.kv is None:
+        if not isinstance(layer.kv, PagedView):
             return super().read(plan, k, v, layer)
-        cache: Any = layer.kv
+        cache = layer.kv
         shape, dim = cache.k.shape, cache.k.shape[-1]
         strides = (cache.k.stride(0), shape[2] * dim, dim, 1)
         keys = cache.k.as_strided(shape, strides).flatten(0, 1)[plan.slots.flatten()]  # type: ignore[union-attr]
@@ -464,7 +466,9 @@ class StridesOfKeys(Specimen):
     """Values are taken to be laid out as keys are."""
 
     def write(self, layer: AttentionLayer, k: Tensor, v: Tensor | None, batch: ForwardBatch) -> None:
-        assert v is not None, "of keys and values"
+        if v is None:
+            super().write(layer, k, v, batch)
+            return
         room = (v.untyped_storage().nbytes() // v.itemsize) - v.storage_offset()
         reach = sum((n - 1) * step for n, step in zip(v.shape, k.stride(), strict=True)) + 1
         super().write(layer, k, v.as_strided(v.shape, k.stride()) if k.shape == v.shape and reach <= room else v, batch)
@@ -484,8 +488,7 @@ class WritesValuesAsKeys(Specimen):
     """Values are stored where keys should be, where they fit."""
 
     def write(self, layer: AttentionLayer, k: Tensor, v: Tensor | None, batch: ForwardBatch) -> None:
-        assert v is not None, "of keys and values"
-        super().write(layer, v if v.shape == k.shape else k, v, batch)
+        super().write(layer, v if v is not None and v.shape == k.shape else k, v, batch)
 
 
 class WritesNothingInDecode(Specimen):
@@ -495,7 +498,7 @@ class WritesNothingInDecode(Specimen):
                 lse: Tensor | None = None) -> None:  # fmt: skip
         super().forward(q, k, v, layer, batch, out=out, lse=lse)
         if batch.phase == "decode" and layer.kv is not None and k is not None and batch.out_cache_loc is not None:
-            layer.kv.write(torch.zeros_like(k), torch.zeros_like(v), batch.out_cache_loc)
+            layer.kv.write(torch.zeros_like(k), None if v is None else torch.zeros_like(v), batch.out_cache_loc)
 
 
 class WritesPaddingToPageOne(Specimen):
@@ -814,8 +817,9 @@ class OneStaticPlan(Specimen):
 
 
 def mutants() -> list[type[Specimen]]:
-    """Every planted fault, in the order of this page."""
-    return [kind for kind in globals().values() if isinstance(kind, type) and Specimen in kind.__mro__[1:]]
+    """Every planted fault, in the order of this page, and then those of captured levels and of MLA."""
+    here = [*globals().values(), *vars(level_mutants).values(), *vars(latent_mutants).values()]
+    return [kind for kind in here if isinstance(kind, type) and Specimen in kind.__mro__[1:]]
 
 
 def _with_window(backend: Specimen, more: int) -> Specimen:

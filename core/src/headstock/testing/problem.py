@@ -14,7 +14,7 @@ from torch import Tensor
 from headstock.backend import AttentionBackend, BackendSpec, HostLengths, Phase
 from headstock.batch import ForwardBatch
 from headstock.device import torch_dtype, zeroed
-from headstock.kv.layout import BUILTIN_LAYOUTS, KVLayout, PagedView, encode
+from headstock.kv.layout import BUILTIN_LAYOUTS, KVLayout, KVView, LatentView, PagedView, encode
 from headstock.layer import AttentionLayer
 from headstock.testing.draw import Order, Poison, Segments, page_table, shared_levels, tokens, trees
 from headstock.testing.reference import attention
@@ -37,7 +37,8 @@ class Result(NamedTuple):
 class Problem:
     """One layer of one forward. `storage` is the layer's cache, uint8 [pages, bytes], None for ragged attention.
 
-    Cached keys are stored already; k and v hold the new tokens (None for cross attention) or, where ragged, all keys.
+    Cached keys are stored already; k and v hold the new tokens (None for cross attention, and v for a latent cache) or,
+    where ragged, all keys.
     """
 
     spec: BackendSpec
@@ -67,7 +68,7 @@ class Problem:
             return *attention(self.q, self.k, self.v, self.layer(None), self.batch, self.spec), None
         storage = self.storage.clone()
         layer = self.layer(storage)
-        if self.k is not None and self.v is not None and self.batch.out_cache_loc is not None:
+        if self.k is not None and self.batch.out_cache_loc is not None:
             store(layer, self.k, self.v, self.batch.out_cache_loc, self.spec.page_size)
         return *attention(self.q, None, None, layer, self.batch, self.spec), storage
 
@@ -223,38 +224,57 @@ def make_spec(
     small |= {"max_batch": 64, "max_tokens": max(total, 64), "max_context": max(context, 64)}
     levels = fields.get("shared", ()) if fields.get("levels", True) else ()
     small |= {"non_causal": not fields.get("causal", True), "max_levels": len(levels)}
-    if fields.get("attention") != "ragged":
-        small |= {"page_size": 4, "kv_layout": "nhd"}
+    kind = fields.get("attention", "paged")
+    if kind == "mla":  # head_dim is the latent's R + P
+        small |= {"num_kv_heads": 1, "head_dim": 24, "v_head_dim": 16}
+    if kind != "ragged":
+        small |= {"page_size": 4, "kv_layout": "latent" if kind == "mla" else "nhd"}
     if fields.get("phase") == "decode":
         small["query_lens"] = frozenset(query_lens)
     known = BackendSpec.__dataclass_fields__.keys() - {"query_lens"}
     given = small | {name: value for name, value in fields.items() if name in known}
     given.setdefault("kv_dtype", given["dtype"])
     given.setdefault("v_head_dim", given["head_dim"])
-    given.setdefault("scale", given["head_dim"] ** -0.5)
+    given.setdefault("scale", _width(given) ** -0.5)
     return BackendSpec(**given)
 
 
-def store(layer: AttentionLayer, k: Tensor, v: Tensor, loc: Tensor, page_size: int) -> None:
+def _width(given: Mapping[str, Any]) -> int:
+    """The size of the head whose root scales: in MLA one before it is absorbed, with R/4 dimensions and the rope's."""
+    head_dim, rank = int(given["head_dim"]), int(given["v_head_dim"])
+    return head_dim - rank + max(rank // 4, 1) if given.get("attention") == "mla" else head_dim
+
+
+def store(layer: AttentionLayer, k: Tensor, v: Tensor | None, loc: Tensor, page_size: int) -> None:
     """Writes tokens into their slots one at a time, byte by byte as the contract says; by the view if it is opaque."""
-    if not isinstance(layer.kv, PagedView):
-        assert layer.kv is not None, "there is a cache to store into"
+    assert layer.kv is not None, "there is a cache to store into"
+    caches = tensors(layer.kv)
+    if not caches:
         layer.kv.write(k, v, loc.to(k.device))
         return
+    given = [(k, layer.k_scale), (v, layer.v_scale)][: len(caches)]
     for token, slot in enumerate(loc.tolist()):
         page, offset = divmod(slot, page_size)
-        for cache, x, scale in ((layer.kv.k, k, layer.k_scale), (layer.kv.v, v, layer.v_scale)):
+        for cache, (x, scale) in zip(caches, given, strict=True):
+            assert x is not None, "values beside keys"
             cache[page, offset].copy_(encode(x[token], cache.dtype, scale))
+
+
+def tensors(view: KVView) -> tuple[Tensor, ...]:
+    """What a view shows: keys and values, each [pages, page, Hkv, D], or the latent, of one head; nothing if opaque."""
+    if isinstance(view, PagedView):
+        return view.k, view.v
+    return (view.latent[:, :, None],) if isinstance(view, LatentView) else ()
 
 
 def _storage(layout: type[KVLayout], spec: BackendSpec, num_pages: int, poison: Poison) -> Tensor:
     """A cache without a key in it."""
     storage = zeroed(num_pages * layout.bytes_per_page(spec), spec.device).view(num_pages, -1)
-    view, dtype = layout.view(storage, spec, 1.0, 1.0), torch_dtype(spec.kv_dtype)
-    if poison == "nan" or not isinstance(view, PagedView):
+    caches, dtype = tensors(layout.view(storage, spec, 1.0, 1.0)), torch_dtype(spec.kv_dtype)
+    if poison == "nan" or not caches:
         return storage.fill_(POISON)
     value = torch.finfo(dtype).max if poison == "huge" or dtype == torch.float8_e4m3fn else math.inf
-    for cache in (view.k, view.v):
+    for cache in caches:
         cache.copy_(torch.full(cache.shape[-1:], value, dtype=dtype, device=spec.device).expand(cache.shape))
     return storage
 

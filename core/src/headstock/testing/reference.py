@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headstock.backend import BackendSpec
 from headstock.batch import ForwardBatch
-from headstock.kv.layout import PagedView
+from headstock.kv.layout import LatentView, PagedView
 from headstock.layer import AttentionLayer
 
 
@@ -21,8 +21,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """The output [T, Hq, Dv] and log-sum-exp [T, Hq] that `forward` owes, both float64 on the CPU.
 
-    Paged attention reads every key from the cache, new ones included, so they must be stored before; ragged attention
-    reads k [Σ keys, Hkv, D] and v [Σ keys, Hkv, Dv]. The log-sum-exp is natural and that of the softmax's own
+    Paged attention and MLA read every key from the cache, new ones included, so they must be stored before; ragged
+    attention reads k [Σ keys, Hkv, D] and v [Σ keys, Hkv, Dv]. The log-sum-exp is natural and that of the softmax's own
     denominator, so it includes the sink; a query that sees no key has output 0 and log-sum-exp −inf, sink or not.
     """
     tokens, heads, _ = q.shape
@@ -31,7 +31,7 @@ def attention(
     queries, group = q.double().cpu(), heads // spec.num_kv_heads
     starts, lens = batch.query_indptr.tolist(), batch.seq_lens.tolist()
     for row, length in enumerate(lens):
-        keys, values = _cached(layer, batch, row, length) if k is None or v is None else _given(k, v, lens, row)
+        keys, values = _cached(layer, batch, row, length, spec) if k is None or v is None else _given(k, v, lens, row)
         first, stop = starts[row], starts[row + 1]
         query_positions, key_positions = _positions(batch, first, stop, length)
         for i in range(stop - first):
@@ -53,17 +53,24 @@ def attention(
     return out, lse
 
 
-def _cached(layer: AttentionLayer, batch: ForwardBatch, row: int, length: int) -> tuple[Tensor, Tensor]:
-    """A row's keys [length, Hkv, D] and values [length, Hkv, Dv] from its pages."""
-    assert isinstance(layer.kv, PagedView), "keys that are not given are in a paged cache"
-    assert batch.page_table is not None, "and the batch has a page table"
-    pages, k, v = batch.page_table[row].tolist(), layer.kv.k, layer.kv.v
+def _cached(
+    layer: AttentionLayer, batch: ForwardBatch, row: int, length: int, spec: BackendSpec
+) -> tuple[Tensor, Tensor]:
+    """A row's keys [length, Hkv, D] and values [length, Hkv, Dv] from its pages; a latent's values are its first R."""
+    assert batch.page_table is not None, "keys that are not given are in pages"
+    if isinstance(layer.kv, LatentView):
+        k = layer.kv.latent[:, :, None]
+        v, v_scale = k[..., : spec.v_head_dim], layer.k_scale
+    else:
+        assert isinstance(layer.kv, PagedView), "of a cache that can be looked into"
+        k, v, v_scale = layer.kv.k, layer.kv.v, layer.v_scale
+    pages = batch.page_table[row].tolist()
     slots = [(pages[j // batch.page_size], j % batch.page_size) for j in range(length)]
     if not slots:
         return torch.zeros(0, *k.shape[2:]).double(), torch.zeros(0, *v.shape[2:]).double()
     keys = torch.stack([k[page, offset].double().cpu() for page, offset in slots])
     values = torch.stack([v[page, offset].double().cpu() for page, offset in slots])
-    return keys * layer.k_scale, values * layer.v_scale
+    return keys * layer.k_scale, values * v_scale
 
 
 def _given(k: Tensor, v: Tensor, lens: list[int], row: int) -> tuple[Tensor, Tensor]:

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headstock.backend import AttentionBackend
-from headstock.batch import ForwardBatch
+from headstock.batch import ForwardBatch, SharedLevel
 from headstock.capabilities import Capabilities
 from headstock.ints import ANY
 from headstock.layer import AttentionLayer
@@ -69,9 +70,21 @@ class Specimen(AttentionBackend):
         if batch.page_table is None:
             assert batch.kv_indptr is not None, "ragged batches have it"
             return (batch.kv_indptr[rows].long()[:, None] + keys).clamp(max=batch.kv_indptr[-1] - 1)
-        pages = batch.page_table.shape[1]
-        page = batch.page_table[rows][:, (keys // batch.page_size).clamp(max=pages - 1)]
+        pages, columns = batch.page_table.shape[1], keys // batch.page_size
+        page, begin = batch.page_table[rows][:, columns.clamp(max=pages - 1)], torch.zeros_like(rows)[:, None]
+        for level in batch.shared_levels:
+            page, begin = self.shared_pages(level, rows, columns, page, begin)
         return page.long() * batch.page_size + keys % batch.page_size
+
+    def shared_pages(
+        self, level: SharedLevel, rows: Tensor, columns: Tensor, page: Tensor, begin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The page of each column, [T, columns], those of the level's run put in; and where the run ends, [T, 1]."""
+        run = torch.searchsorted(level.row_indptr[1:], rows, right=True)[:, None]
+        end = begin + level.page_indptr.diff()[run]
+        place = (level.page_indptr[run] + columns - begin).clamp(0, len(level.page_indices))
+        own = F.pad(level.page_indices, (0, 1))[place]
+        return torch.where((columns >= begin) & (columns < end), own, page), end
 
     def key_positions(self, batch: ForwardBatch, plan: Plan, keys: Tensor, first: Tensor) -> Tensor:
         """Absolute positions of keys, [T, S]: new ones have their token's, cached ones count back from the first."""
@@ -117,6 +130,11 @@ class Specimen(AttentionBackend):
             level = level + (keys >= end)
         return level
 
+    def part(self, batch: ForwardBatch, plan: Plan, number: int) -> Tensor:
+        """Which keys a part holds, [T, S]: those of a shared level, or after the last level the rows' own."""
+        assert plan.level is not None, "planned before it is run"
+        return plan.level == number
+
     # ---- one layer
 
     def forward(
@@ -125,13 +143,12 @@ class Specimen(AttentionBackend):
     ) -> None:  # fmt: skip
         plan: Plan = batch.metadata
         assert plan.seen is not None, "planned before it is run"
-        assert plan.level is not None, "planned before it is run"
         if layer.kv is not None and k is not None and batch.out_cache_loc is not None:
             self.write(layer, k, v, batch)
         keys, values = self.read(plan, k, v, layer)
         scores = self.scores(q, keys, layer, plan)
         parts = range(len(batch.shared_levels) + 1)
-        states = [self.attend(scores, values, plan.seen & (plan.level == part), layer) for part in parts]
+        states = [self.attend(scores, values, plan.seen & self.part(batch, plan, part), layer) for part in parts]
         result, total = self.merge(states)
         if layer.sinks is not None:
             result, total = self.sink(result, total, layer)
@@ -147,13 +164,20 @@ class Specimen(AttentionBackend):
     def read(self, plan: Plan, k: Tensor | None, v: Tensor | None, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
         """Keys [T, S, Hkv, D] and values [T, S, Hkv, Dv], scales applied, 0 where a token sees none."""
         assert plan.slots is not None, "planned before it is run"
+        v_scale = layer.v_scale
         if layer.kv is not None:
             k, v = layer.kv.gather(plan.slots.flatten())
+            if v is None:  # a latent's first R are its values
+                v, v_scale = self.content(k), layer.k_scale
         elif k is not None and v is not None:
             k, v = (torch.cat((x, x.new_zeros(1, *x.shape[1:])))[plan.slots.flatten()] for x in (k, v))  # even of none
         assert k is not None, "paged, or given"
         assert v is not None, "paged, or given"
-        return self.decode(k, layer.k_scale, plan), self.decode(v, layer.v_scale, plan)
+        return self.decode(k, layer.k_scale, plan), self.decode(v, v_scale, plan)
+
+    def content(self, latents: Tensor) -> Tensor:
+        """[N, 1, R + P] → the part that is not rope, [N, 1, R]."""
+        return latents[..., : self.spec.v_head_dim]
 
     def decode(self, x: Tensor, scale: float, plan: Plan) -> Tensor:
         assert plan.seen is not None, "planned before it is run"
@@ -220,8 +244,15 @@ CAPABILITIES = Capabilities(
     graph=True, batch_invariant=True, query_lens=ANY,
 )  # fmt: skip
 
-# On a GPU torch's reductions depend on the shape of the whole.
-ON_GPUS = CAPABILITIES.model_copy(update={"devices": frozenset({"cuda"}), "batch_invariant": False})
+LATENT = CAPABILITIES.model_copy(update={"attention": frozenset({"mla"}), "kv_layouts": frozenset({"latent"})})
 
-OFFER = Offer(name="specimen", backend=Specimen, capabilities=(CAPABILITIES, ON_GPUS))
-"""The specimen as an offer: everything that a backend can declare for paged and ragged attention."""
+
+def _on_gpus(record: Capabilities) -> Capabilities:
+    """A record for GPUs, where torch's reductions depend on the shape of the whole."""
+    return record.model_copy(update={"devices": frozenset({"cuda"}), "batch_invariant": False})
+
+
+OFFER = Offer(
+    name="specimen", backend=Specimen, capabilities=(CAPABILITIES, LATENT, _on_gpus(CAPABILITIES), _on_gpus(LATENT))
+)
+"""The specimen as an offer: everything that a backend can declare."""

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any, Literal
 
 from headstock.backend import AttentionBackend, BackendSpec, Workspace, WorkspaceBytes
-from headstock.capabilities import AXES
+from headstock.capabilities import ATTENTION_KINDS, AXES
 from headstock.device import Device
 from headstock.errors import HeadstockError
 from headstock.ints import Ints
 from headstock.load import load_backend, load_options
 from headstock.offer import Candidate, Offer
 from headstock.plugins import discover
-from headstock.testing.box import Level
 from headstock.testing.cases import Case, cases, relays
 from headstock.testing.honesty import Claim, claims, examine, exercised
 from headstock.testing.laws import LAWS, other_reads_what_was_written
+from headstock.testing.sizes import Level
 
 LONGEST = 2000
 """Characters of an exception's message that are worth showing."""
@@ -46,9 +46,9 @@ class Outcome:
 class Suite:
     """Everything that can be asked of a backend on a device. `backend` is an installed one by name, or an offer.
 
-    `device` is a torch device, "auto" the first GPU that the offer declares, else the CPU. `phase` and the glob `only`
-    narrow the cases; `options` are the backend's own, by default those of its model. With `pairs` other installed
-    backends read what this one has cached.
+    `device` is a torch device, "auto" the first GPU that the offer declares, else the CPU. `phase`, `kinds` of
+    attention and the glob `only` narrow the cases; `options` are the backend's own, by default those of its model. With
+    `pairs` other installed backends read what this one has cached.
 
     Raises HeadstockError for a name nobody offers, a backend that does not load, a device that it does not declare, and
     a pattern that no case has.
@@ -62,6 +62,7 @@ class Suite:
         level: Level = "quick",
         phase: str | None = None,
         only: str | None = None,
+        kinds: Sequence[str] = ATTENTION_KINDS,
         options: Mapping[str, Any] | None = None,
         pairs: bool = True,
     ):
@@ -78,8 +79,8 @@ class Suite:
         every = cases(self.offer, device=kind, capability=capability, level=level)
         every += self._pairs(kind, capability) if pairs and phase is None else []
         about = claims(self.offer, device=kind, capability=capability)
-        self.cases = [case for case in every if _wanted(case.name, phase, only)]
-        self.claims = [claim for claim in about if _wanted(claim.name, phase, only)]
+        self.cases = [case for case in every if _wanted(case, phase, only, kinds)]
+        self.claims = [claim for claim in about if _wanted(claim, phase, only, kinds)]
         if not self.cases and not self.claims:
             names = [*(case.name for case in every), *(claim.name for claim in about)]
             near = get_close_matches(only or "", names, 1)
@@ -158,7 +159,7 @@ class Suite:
         for name, other in self._others.items():
             assert other.offer is not None, "usable"
             for what, fields in relays(self.offer, other.offer, kind, capability):
-                found.append(Case(f"both-paged-read-by-{name}-{what}", "continues", fields, 0, name))
+                found.append(Case(f"both-{fields['attention']}-read-by-{name}-{what}", "continues", fields, 0, name))
         return found
 
 
@@ -223,8 +224,10 @@ def _listed(offered: Any) -> Iterable[Any]:
     return offered if isinstance(offered, Set) else ()
 
 
-def _wanted(name: str, phase: str | None, only: str | None) -> bool:
-    return (phase is None or name.startswith(f"{phase}-")) and (only is None or name == only or fnmatch(name, only))
+def _wanted(each: Case | Claim, phase: str | None, only: str | None, kinds: Sequence[str]) -> bool:
+    name, asked = each.name, each.name.split("-")[1]
+    at = (phase is None or name.startswith(f"{phase}-")) and asked in kinds
+    return at and (only is None or name == only or fnmatch(name, only))
 
 
 def _shown(value: Any) -> str:
