@@ -142,12 +142,22 @@ def test_lse_that_was_not_planned_is_refused():
         backend.forward(problem.q, problem.k, problem.v, layer, batch, out=out, lse=lse)
 
 
-@pytest.mark.parametrize(("extra", "kernel"), [({}, "sdpa"), ({"sinks": True}, "matmul"), ({"lse": True}, "matmul")])
-def test_describe_names_the_way_to_attend(extra, kernel):
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ({}, {"kernel": "sdpa"}),
+        ({"sinks": True}, {"kernel": "matmul"}),
+        ({"lse": True}, {"kernel": "matmul"}),
+        ({"kv_dtype": "float8_e4m3fn"}, {"kernel": "sdpa", "upcast": "float32"}),
+        ({"dtype": "bfloat16"}, {"kernel": "sdpa"}),
+        ({"dtype": "bfloat16", "softcap": 5.0}, {"kernel": "matmul", "upcast": "float32"}),
+    ],
+)
+def test_describe_names_the_way_to_attend_and_its_dtype(extra, told):
     problem = make_problem([1, 1], [4, 5], **extra)
     backend = TorchNative(problem.spec, NONE)
     backend.init_forward_metadata(problem.batch)
-    assert backend.describe(problem.batch) == {"kernel": kernel, "blocks": 1}
+    assert backend.describe(problem.batch) == {"blocks": 1, **told}
 
 
 def test_the_manifest_needs_no_torch():
@@ -158,7 +168,8 @@ def test_the_manifest_needs_no_torch():
 def test_the_offer_covers_both_phases_and_both_kinds():
     (offer,) = attention_backends()
     assert (offer.name, offer.aliases) == ("torch-native", ("torch",))
-    extend, decode = offer.capabilities
+    extend, decode, *latent = offer.capabilities
     assert (extend.phases, extend.host_lengths) == ({"extend"}, "exact")
     assert (decode.phases, decode.host_lengths) == ({"decode"}, "bound")
     assert extend.attention == decode.attention == {"paged", "ragged"}
+    assert [record.attention for record in latent] == [{"mla"}, {"mla"}]

@@ -27,12 +27,15 @@ TYPES = {
     torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
 ALL: dict[str, Any] = {"lse": True, "sinks": True, "alibi": True, "softcap": 30.0}
+LATENT: dict[str, Any] = {"attention": "mla", "num_kv_heads": 1, "head_dim": 48, "v_head_dim": 32}
 SHARED = (((2, 2), (1, 0)), ((2, 1), (1, 0)))
 PROBLEMS: list[dict[str, Any]] = [
     {"query_lens": [1, 1], "seq_lens": [40, 70], "window": 9, **ALL},
     {"query_lens": [3, 3], "seq_lens": [40, 70], "phase": "decode", "query_mask": True, "window": 9, **ALL},
     {"query_lens": [3, 9], "seq_lens": [40, 0], "attention": "ragged", "causal": False, "head_dim": 24, **ALL},
     {"query_lens": [40, 9], "seq_lens": [40, 90]},
+    {"query_lens": [1, 1], "seq_lens": [40, 70], "lse": True, "sinks": True, **LATENT},
+    {"query_lens": [3, 3], "seq_lens": [40, 70], "phase": "decode", "query_mask": True, "page_size": 32, **LATENT},
     {"query_lens": [1, 1, 1], "seq_lens": [40, 70, 9], "shared": SHARED, **ALL},
 ]
 
@@ -70,7 +73,7 @@ def main(capability: int) -> None:
         headstock_triton.plan.find = lambda spec, pairs, i=i, filled=True: Config(
             64 if i == 3 else 16, block_n=32, keys=16
         )
-        kv = {"kv_dtype": "float8_e4m3fn"} if i == 0 and capability >= 89 else {}
+        kv = {"kv_dtype": "float8_e4m3fn"} if i in (0, 4) and capability >= 89 else {}
         problem = make_problem(**{"head_dim": 32, "dtype": "float32" if i == 1 else "float16", **fields, **kv})
         rig = Rig(headstock_triton.backend.TritonAttention, problem.spec)
         batch, storage = problem.fresh()

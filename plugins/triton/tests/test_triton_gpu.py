@@ -18,6 +18,10 @@ from headstock_triton.backend import TritonAttention
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 REAL: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "device": "cuda"}
+LATENT: dict[str, Any] = {
+    "attention": "mla", "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "page_size": 64, "device": "cuda",
+    "dtype": "bfloat16",
+}  # fmt: skip
 
 
 def big(new: list[int], lens: list[int], **fields: Any) -> tuple[Any, ForwardBatch, Any, Any, Any, torch.Tensor]:
@@ -72,7 +76,52 @@ def test_real_sizes_match_torch(new, lens):
         first += n
 
 
-@pytest.mark.parametrize("fields", [{}, {"window": 200}, {"kv_dtype": "float8_e4m3fn", "k_scale": 0.5, "v_scale": 0.5}])
+@pytest.mark.parametrize("heads", [16, 32, 128])
+@pytest.mark.parametrize(
+    ("new", "lens"),
+    [
+        ([1] * 64, [4096 - 37 * i for i in range(64)]),
+        ([1, 1], [1, 20000]),
+        ([2] * 4, [2, 65, 1000, 3000]),
+        ([300, 1, 64], [300, 700, 2000]),
+    ],
+)
+def test_latents_of_deepseeks_size_match_torch(new, lens, heads):
+    phase = "decode" if len(set(new)) == 1 else "extend"
+    problem = make_problem(new, [max(new)] * len(new), **LATENT, num_heads=heads, phase=phase)
+    gpu = torch.cuda.get_device_properties(0)
+    spec = replace(
+        problem.spec, max_context=max(lens), compute_capability=gpu.major * 10 + gpu.minor,
+        num_sms=gpu.multi_processor_count,
+    )  # fmt: skip
+    pages = [-(-length // 64) for length in lens]
+    table = torch.zeros(len(lens), max(pages), dtype=torch.int32)
+    for row, part in enumerate((torch.randperm(sum(pages)) + 1).split(pages)):
+        table[row, : len(part)] = part
+    storage = torch.empty(sum(pages) + 1, problem.layout.bytes_per_page(spec), dtype=torch.uint8, device="cuda")
+    storage.view(torch.bfloat16).normal_()
+    batch = ForwardBatch.from_lengths(new, lens, table.cuda(), 64, phase=phase)
+    given = replace(problem, spec=spec, batch=batch, storage=storage)
+    out = Rig(TritonAttention, spec).run(given).out
+    kv, first = given.layer(storage.clone()).kv, 0
+    kv.write(given.k, None, batch.out_cache_loc)
+    for row, (n, length) in enumerate(zip(new, lens, strict=True)):
+        keys = kv.latent[batch.page_table[row].long()].flatten(0, 1)[:length].float()
+        scores = given.q[first : first + n].float() @ keys.T * spec.scale
+        seen = torch.ones(n, length, dtype=torch.bool, device="cuda").tril(length - n)
+        want = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ keys[:, :512]
+        torch.testing.assert_close(out[first : first + n].float(), want, atol=2e-2, rtol=0)
+        first += n
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {}, {"window": 200}, {"kv_dtype": "float8_e4m3fn", "k_scale": 0.5, "v_scale": 0.5},
+        {"attention": "mla", "num_heads": 16, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512},
+        {"attention": "mla", "num_heads": 128, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "page_size": 32},
+    ],
+)  # fmt: skip
 def test_two_hundred_replays_of_one_capture_have_an_eager_forwards_bits(fields):
     from headstock.testing.graphs import _Stand  # the suite's own stand, driven with other lengths and for longer
 

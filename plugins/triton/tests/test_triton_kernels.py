@@ -19,8 +19,9 @@ from headstock.testing.problem import make_problem
 from headstock.testing.rig import Rig
 from headstock_triton import INTERPRETED, OFFER, attention_backends
 from headstock_triton.backend import TritonAttention
+from headstock_triton.config import SHARED_MEMORY, find, shared_bytes
 from headstock_triton.launch import launch
-from headstock_triton.plan import Shape, partial_rows
+from headstock_triton.plan import Plan, Shape, carried_rows, partial_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -107,7 +108,8 @@ def test_extreme_logits_neither_overflow_nor_vanish(dtype):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"attention": "mla", "kv_layout": "latent"}, "mla"),
+        ({"attention": "mla", "kv_layout": "latent"}, "2 key heads"),
+        ({"attention": "mla", "kv_layout": "latent", "window": 9}, "sliding_window"),
         ({"dtype": "float64", "kv_dtype": "float64"}, "float64"),
         ({"page_size": 257}, "257"),
         ({"kv_dtype": "bfloat16"}, "bfloat16"),
@@ -132,13 +134,38 @@ def test_a_batch_beyond_the_workspace_goes_unsplit():
     problem.check(TritonAttention)
 
 
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("heads", [1, 16, 32, 128])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [("bfloat16", {"head_dim": 576, "v_head_dim": 512}), ("float32", {"head_dim": 320, "v_head_dim": 256})],
+)
+def test_a_latent_tile_fits_the_gpu(capability, heads, dtype, size):
+    spec = replace(
+        make_problem([1], [1], attention="mla").spec, device="cuda", compute_capability=capability, num_sms=132,
+        num_heads=heads, page_size=64, dtype=dtype, kv_dtype=dtype, **size,
+    )  # fmt: skip
+    config = find(spec, heads)
+    assert shared_bytes(config, spec) <= 1024 * SHARED_MEMORY[capability]
+    assert config.block_m <= 64
+
+
+def test_shared_prefixes_of_more_tokens_than_there_is_room_to_carry_are_read_row_by_row():
+    fields = {"attention": "mla", "shared": (((2, 2), (1, 0)),), "phase": "extend", "max_batch": 2}
+    problem = make_problem([9, 9, 9], [30, 20, 12], device=DEVICE, **fields)
+    batch, _ = problem.fresh()
+    assert problem.batch.num_tokens * problem.spec.num_heads > carried_rows(problem.spec)
+    assert len(Plan.of(problem.spec, batch, partial_rows(problem.spec)).parts) == 1
+    problem.check(TritonAttention)
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_kernel_compiles_for_a_gpu_that_is_not_here(capability):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compiled.py")
     done = subprocess.run([sys.executable, script, str(capability)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert {line.split()[0] for line in done.stdout.splitlines()} == {"attend", "merge", "schedule", "write"}
+    assert {line.split()[0] for line in done.stdout.splitlines()} == {"attend", "latent", "merge", "schedule", "write"}
 
 
 def test_the_manifest_needs_neither_torch_nor_the_compiler():

@@ -1,4 +1,4 @@
-"""torch-native: attention in plain PyTorch, on any device, for every kind and axis of the contract but MLA."""
+"""torch-native: attention in plain PyTorch, on any device, for every kind and axis of the contract."""
 
 from __future__ import annotations
 
@@ -27,14 +27,20 @@ COMMON: dict[str, Any] = {
 }
 
 
+LATENT: dict[str, Any] = {"attention": {"mla"}, "kv_layouts": {"latent"}}
+EXTEND: dict[str, Any] = {"phases": {"extend"}, "host_lengths": "exact"}
+DECODE: dict[str, Any] = {"phases": {"decode"}, "host_lengths": "bound", "query_lens": ANY}
+
 # Extend walks over requests on the host; decode is batched.
 OFFER = Offer(
     name="torch-native",
     aliases=("torch",),
     backend="headstock_torch_native.backend:TorchNative",
     capabilities=(
-        Capabilities(**COMMON | {"phases": {"extend"}, "host_lengths": "exact"}),
-        Capabilities(**COMMON | {"phases": {"decode"}, "host_lengths": "bound", "query_lens": ANY}),
+        Capabilities(**COMMON | EXTEND),
+        Capabilities(**COMMON | DECODE),
+        Capabilities(**COMMON | LATENT | EXTEND, label="latent extend"),
+        Capabilities(**COMMON | LATENT | DECODE, label="latent decode"),
     ),
 )
 

@@ -2,6 +2,7 @@
 
 Both take B rows of n queries [B, n, Hq, D] against keys [B, S, Hkv, D] and values [B, S, Hkv, Dv], and never repeat a
 key head: the G query heads that share one are folded into the query dimension, or the key head is expanded by stride.
+Values may be wider than `out`, which takes the first Dv of each, so that a latent is given as both.
 """
 
 from __future__ import annotations
@@ -32,8 +33,13 @@ def sdpa_bias(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, mask: Tensor | None, causal: bool, scale: float, v_scale: float
 ) -> None:
-    """Attends by `scaled_dot_product_attention` into out [B, n, Hq, Dv]; `mask` from `sdpa_bias`."""
-    n, kv_heads = q.shape[1], k.shape[2]
+    """Attends by `scaled_dot_product_attention` into out [B, n, Hq, Dv]; `mask` from `sdpa_bias`.
+
+    The flash kernels want one size of heads, so smaller values are widened by zeros.
+    """
+    n, kv_heads, dim = q.shape[1], k.shape[2], out.shape[-1]
+    if v.shape[-1] < k.shape[-1]:
+        v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if len(q) == 1 and n > 1:  # key heads as the batch, each expanded over its group: is_causal and one mask serve all
         group = q.shape[2] // kv_heads
@@ -47,7 +53,7 @@ def sdpa(
         result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
     if v_scale != 1.0:
         result = result * v_scale
-    out.copy_(result if n == 1 else result.view(out.shape))
+    out.copy_(result[..., :dim] if n == 1 else result[..., :dim].view(out.shape))
 
 
 def matmul(
@@ -86,7 +92,7 @@ def matmul(
     if sinks is not None:
         total = torch.logaddexp(total, sinks.view(per_head).to(exact)).masked_fill(empty, NOTHING)
     weights = (scores - total.masked_fill(empty, 0.0)).exp_()
-    result = (weights.flatten(2, 3) @ v.transpose(1, 2).to(exact)).view(*weights.shape[:-1], -1)
+    result = (weights.flatten(2, 3) @ v[..., : out.shape[-1]].transpose(1, 2).to(exact)).view(*weights.shape[:-1], -1)
     # an empty row's weights are 0, but what it read may be NaN
     grouped(out, kv_heads).copy_((result * v_scale).masked_fill(empty, 0.0))
     if lse is not None:

@@ -44,14 +44,27 @@ class TorchNative(AttentionBackend):
             self._attend(block, q, *self._read(block, k, v, layer), layer, out, lse, layer.sinks)
 
     def describe(self, batch: ForwardBatch) -> Mapping[str, str | int | bool]:
-        """The way to attend ("sdpa" or "matmul"), and into how many blocks the batch was cut."""
+        """The way to attend ("sdpa" or "matmul"), into how many blocks the batch was cut, and in which dtype it is."""
         blocks: list[Block] = batch.metadata
-        return {"kernel": "sdpa" if blocks[0].fused else "matmul", "blocks": len(blocks)}
+        fused = blocks[0].fused
+        told: dict[str, str | int | bool] = {"kernel": "sdpa" if fused else "matmul", "blocks": len(blocks)}
+        if batch.shared_levels:
+            told["levels"] = len(batch.shared_levels)
+        computed = self.dtype if fused else torch.promote_types(self.dtype, torch.float32)
+        if str(computed) != f"torch.{self.spec.kv_dtype}":
+            told["upcast"] = str(computed).removeprefix("torch.")
+        if batch.seq_lens.is_cuda:
+            told["tensor_cores"] = computed.itemsize == 2
+        return told
 
     def _read(self, block: Block, k: Tensor | None, v: Tensor | None, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
-        """A block's keys and values, [rows, keys, Hkv, D] and [rows, keys, Hkv, Dv], in a dtype to compute with."""
+        """A block's keys and values, [rows, keys, Hkv, D] and [rows, keys, Hkv, Dv], in a dtype to compute with.
+
+        Latents serve as both: values are their first R, and the rest of what they give is not taken.
+        """
         if layer.kv is not None:
             k, v = layer.kv.gather(block.loc)
+            v = k if v is None else v
         elif k is not None and v is not None:
             if len(k) == 0:  # no row has a key: one that nobody sees stands in
                 k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
@@ -61,7 +74,7 @@ class TorchNative(AttentionBackend):
                 "ragged attention has no cache to read from", given="k or v is None", works="both given"
             )
         if k.itemsize == 1:  # FP8 is exact in any wider dtype; its scales are applied to the scores and the output
-            k, v = k.to(self.dtype), v.to(self.dtype)
+            k, v = (k.to(self.dtype),) * 2 if v is k else (k.to(self.dtype), v.to(self.dtype))
         return k.view(block.rows, block.keys, *k.shape[1:]), v.view(block.rows, block.keys, *v.shape[1:])
 
     def _cascade(
@@ -87,10 +100,11 @@ class TorchNative(AttentionBackend):
         spec = self.spec
         q, out = block.part(q), block.part(out)
         scale = spec.scale * layer.k_scale
+        v_scale = layer.k_scale if spec.attention == "mla" else layer.v_scale
         if block.fused:
-            sdpa(q, k, v, out, mask=block.mask, causal=block.causal, scale=scale, v_scale=layer.v_scale)
+            sdpa(q, k, v, out, mask=block.mask, causal=block.causal, scale=scale, v_scale=v_scale)
             return
         matmul(
             q, k, v, out, None if lse is None else block.part(lse), mask=block.mask, distance=block.distance,
-            scale=scale, v_scale=layer.v_scale, softcap=spec.softcap, sinks=sinks, slopes=layer.alibi_slopes,
+            scale=scale, v_scale=v_scale, softcap=spec.softcap, sinks=sinks, slopes=layer.alibi_slopes,
         )  # fmt: skip

@@ -15,14 +15,15 @@ from headstock import (
     BackendSpec,
     ForwardBatch,
     HeadstockError,
+    LatentView,
     PagedView,
     Workspace,
     WorkspaceBytes,
 )  # fmt: skip
 from headstock_triton import INTERPRETED, OFFER
-from headstock_triton.config import power_of_two
+from headstock_triton.config import padded, power_of_two
 from headstock_triton.launch import INTERPRETING, launch
-from headstock_triton.plan import Part, Plan, partial_rows
+from headstock_triton.plan import Part, Plan, Shape, carried_rows, partial_rows
 
 LOG2E = math.log2(math.e)
 
@@ -45,6 +46,12 @@ class TritonAttention(AttentionBackend):
         if torch.version.hip is not None:
             raise HeadstockError("these kernels were shown on NVIDIA GPUs alone", given="an AMD GPU")
         (INTERPRETED if cpu else OFFER).check(spec)
+        if spec.attention == "mla" and (spec.v_head_dim > spec.head_dim or spec.num_kv_heads != 1):
+            raise HeadstockError(
+                "all heads share one latent, and values are a part of it",
+                works="1 key head, head_dim R + P, v_head_dim R",
+                given=f"{spec.num_kv_heads} key heads, head_dim {spec.head_dim}, v_head_dim {spec.v_head_dim}",
+            )  # fmt: skip
         self.group = spec.num_heads // spec.num_kv_heads
         self.partials = partial_rows(spec)
         self.partial_out, self.partial_lse, self.carried_out, self.carried_lse = self._cut(workspace.scratch)
@@ -52,7 +59,7 @@ class TritonAttention(AttentionBackend):
     @classmethod
     def workspace_bytes(cls, spec: BackendSpec) -> WorkspaceBytes:
         """float32 states: those of split tiles, and with shared prefixes one for each token and head."""
-        pairs = partial_rows(spec) + _carried(spec)
+        pairs = partial_rows(spec) + carried_rows(spec)
         return WorkspaceBytes(scratch=pairs * (spec.v_head_dim + 1) * 4)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -69,10 +76,10 @@ class TritonAttention(AttentionBackend):
         if lse is not None and not self.spec.lse:
             raise HeadstockError("this instance was made without log-sum-exp", works="BackendSpec(lse=True)")
         if batch.page_table is not None:
-            view = cast(PagedView, layer.kv)  # what nhd and hnd are seen through
-            if k is not None and v is not None and batch.out_cache_loc is not None:
-                self._write(k, v, view, batch.out_cache_loc)
-            k, v = view.k, view.v
+            caches = _cache(layer)
+            if k is not None and batch.out_cache_loc is not None:
+                self._write(k, v, *caches, layer, batch.out_cache_loc)
+            k, v = caches
         if k is None or v is None:
             raise HeadstockError(
                 "ragged attention has no cache to read from", given="k or v is None", works="both given"
@@ -87,8 +94,12 @@ class TritonAttention(AttentionBackend):
         """The tile of the rows' own part, how many items its splits may add, and the shared levels read."""
         *levels, own = batch.metadata.parts
         config = own.shape.config
+        fp8: dict[str, str] = {"upcast": self.spec.dtype} if self.spec.kv_dtype.startswith("float8") else {}
         return {
-            "kernel": f"attend {config.block_m}×{config.block_n}",
+            "kernel": f"{'latent' if self.spec.attention == 'mla' else 'attend'} {config.block_m}×{config.block_n}",
+            "head_dim": padded(self.spec),
+            "tensor_cores": self.spec.device != "cpu",  # float32 too, as three products of TF32
+            **fp8,
             "warps": config.warps,
             "stages": config.stages,
             "splits": own.shape.items - own.shape.tiles,
@@ -97,15 +108,16 @@ class TritonAttention(AttentionBackend):
 
     # ---- launches
 
-    def _write(self, k: Tensor, v: Tensor, view: PagedView, slots: Tensor) -> None:
-        spec = self.spec
-        k_cache, v_cache, limit, fp8 = view.k, view.v, 0.0, 0
+    def _write(
+        self, k: Tensor, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, layer: AttentionLayer, slots: Tensor
+    ) -> None:
+        spec, limit, fp8 = self.spec, 0.0, 0
         if k_cache.itemsize == 1:
             fp8, limit = (3 if k_cache.dtype == torch.float8_e4m3fn else 2), torch.finfo(k_cache.dtype).max
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         # The bytes are those of `view.write`, where torch divides on a CPU and multiplies by the reciprocal on a GPU.
         divide = not k.is_cuda
-        k_factor, v_factor = (scale if divide else _reciprocal(scale) for scale in (view.k_scale, view.v_scale))
+        k_factor, v_factor = (scale if divide else _reciprocal(scale) for scale in (layer.k_scale, layer.v_scale))
         launch(
             "write",
             (len(slots),),
@@ -119,11 +131,11 @@ class TritonAttention(AttentionBackend):
                 "PAGE": spec.page_size,
                 "KV_HEADS": spec.num_kv_heads,
                 "HEAD_DIM": spec.head_dim,
-                "V_HEAD_DIM": spec.v_head_dim,
+                "V_HEAD_DIM": 0 if v is None else spec.v_head_dim,
                 "BLOCK_H": power_of_two(spec.num_kv_heads),
                 "BLOCK_D": power_of_two(spec.head_dim),
                 "BLOCK_V": power_of_two(spec.v_head_dim),
-                "SCALED": bool(fp8) or (view.k_scale, view.v_scale) != (1.0, 1.0),
+                "SCALED": bool(fp8) or (layer.k_scale, layer.v_scale) != (1.0, 1.0),
                 "DIVIDE": divide,
                 "FP8": fp8,
             },
@@ -133,12 +145,8 @@ class TritonAttention(AttentionBackend):
         self, part: Part, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch,
         out: Tensor, lse: Tensor | None, *, carry: bool, final: bool,
     ) -> None:  # fmt: skip
-        spec, shape, paged = self.spec, part.shape, batch.page_table is not None
-        config = shape.config
-        tree = batch.query_mask is not None and not part.shared
-        window = 0 if part.shared else spec.window or 0
+        spec, shape = self.spec, part.shape
         sinks = layer.sinks if final else None
-        scale = spec.scale * layer.k_scale
         result: dict[str, Tensor | None] = {
             "queries": part.queries, "items": part.items, "partial_out": self.partial_out,
             "partial_lse": self.partial_lse, "sinks": sinks, "carried_out": self.carried_out if carry else None,
@@ -147,48 +155,103 @@ class TritonAttention(AttentionBackend):
         strides = _strides("out_token out_head", out) | _strides("lse_token lse_head", lse)
         constants = {
             "GROUP": self.group, "KV_HEADS": spec.num_kv_heads, "V_HEAD_DIM": spec.v_head_dim,
-            "BLOCK_M": config.block_m, "BLOCK_V": power_of_two(spec.v_head_dim, 16), "ROWS": shape.rows,
+            "BLOCK_M": shape.config.block_m, "BLOCK_V": power_of_two(spec.v_head_dim, 16), "ROWS": shape.rows,
             "CARRY": carry, "SINKS": sinks is not None, "LSE": lse is not None,
         }  # fmt: skip
+        tree = batch.query_mask is not None and not part.shared
+        tensors = result | {
+            "q": q, "pages": part.pages, "lens": part.lens, "begins": part.begins, "starts": part.starts,
+            "mask": batch.query_mask.view(torch.uint8) if tree and batch.query_mask is not None else None,
+            "mask_indptr": batch.mask_indptr if tree else None,
+        }  # fmt: skip
+        numbers = _strides("q_token q_head", q) | strides
+        compiled = constants | {
+            "PAGE": batch.page_size, "BLOCK_N": shape.config.block_n, "TREE": tree, "SPLIT": shape.split,
+            "ORDERED": batch.causal and not part.shared,
+            "num_warps": shape.config.warps, "num_stages": shape.config.stages,
+        }  # fmt: skip
+        if shape.config.registers:
+            compiled["maxnreg"] = shape.config.registers
+        if spec.attention == "mla":
+            self._latents(part, k, layer, tensors, numbers, compiled)
+        else:
+            self._keys(part, k, v, layer, batch, tensors, numbers, compiled)
+        if shape.split:
+            rows, splits = self._merging(shape)
+            launch(
+                "merge",
+                (spec.num_kv_heads, shape.items, -(-shape.rows // rows)),
+                result,
+                strides,
+                constants | {"BLOCK_R": rows, "BLOCK_S": splits},
+            )
+
+    def _keys(
+        self, part: Part, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch,
+        tensors: dict[str, Tensor | None], numbers: dict[str, int], compiled: dict[str, int | bool],
+    ) -> None:  # fmt: skip
+        """Keys and values, paged or given."""
+        spec, paged = self.spec, batch.page_table is not None
+        window = 0 if part.shared else spec.window or 0
+        scale = spec.scale * layer.k_scale
         launch(
             "attend",
-            (spec.num_kv_heads, shape.items),
-            result
+            (spec.num_kv_heads, part.shape.items),
+            tensors
             | {
-                "q": q, "k": k, "v": v, "pages": part.pages, "lens": part.lens, "begins": part.begins,
-                "starts": part.starts, "positions": batch.positions if tree or part.shared else None,
-                "mask": batch.query_mask.view(torch.uint8) if tree and batch.query_mask is not None else None,
-                "mask_indptr": batch.mask_indptr if tree else None, "slopes": layer.alibi_slopes,
+                "k": k, "v": v, "positions": batch.positions if compiled["TREE"] or part.shared else None,
+                "slopes": layer.alibi_slopes,
             },
             {
                 "scale": scale / spec.softcap if spec.softcap else scale * LOG2E,
                 "cap": (spec.softcap or 0.0) * LOG2E,
                 "v_scale": layer.v_scale,
             }
-            | _strides("q_token q_head", q)
             | _strides("k_page k_slot k_head", k if paged else k[None])
             | _strides("v_page v_slot v_head", v if paged else v[None])
-            | strides,
-            constants
+            | numbers,
+            compiled
             | {
-                "HEAD_DIM": spec.head_dim, "PAGE": batch.page_size, "BLOCK_N": config.block_n,
-                "BLOCK_D": power_of_two(spec.head_dim, 16), "WINDOW": window, "TREE": tree, "SHARED": part.shared,
-                "ORDERED": (batch.causal and not part.shared) or window > 0, "CAP": spec.softcap is not None,
-                "ALIBI": layer.alibi_slopes is not None, "SPLIT": shape.split, "PEEL": config.block_m >= 64,
-                "num_warps": config.warps, "num_stages": config.stages,
+                "HEAD_DIM": spec.head_dim, "BLOCK_D": power_of_two(spec.head_dim, 16), "WINDOW": window,
+                "SHARED": part.shared, "ORDERED": bool(compiled["ORDERED"]) or window > 0,
+                "CAP": spec.softcap is not None, "ALIBI": layer.alibi_slopes is not None,
+                "PEEL": part.shape.config.block_m >= 64,
             },
         )  # fmt: skip
-        if shape.split:
-            # A decode tile has few rows and many splits, a large one many rows and few splits.
-            rows, splits = (16, 4) if INTERPRETING else (8, 4) if shape.rows > 16 else (1, 16)
-            block = min(power_of_two(shape.rows), rows)
-            launch(
-                "merge",
-                (spec.num_kv_heads, shape.items, -(-shape.rows // block)),
-                result,
-                strides,
-                constants | {"BLOCK_R": block, "BLOCK_S": splits},
-            )
+
+    def _latents(
+        self, part: Part, latents: Tensor, layer: AttentionLayer,
+        tensors: dict[str, Tensor | None], numbers: dict[str, int], compiled: dict[str, int | bool],
+    ) -> None:  # fmt: skip
+        """MLA's latents, keys and values in one."""
+        spec = self.spec
+        rope = spec.head_dim - spec.v_head_dim
+        launch(
+            "latent",
+            (part.shape.items,),
+            tensors | {"cache": latents},
+            {"scale": spec.scale * layer.k_scale * LOG2E, "v_scale": layer.k_scale}
+            | _strides("page_stride slot_stride", latents)
+            | numbers,
+            compiled
+            | {
+                "ROPE_DIM": rope, "BLOCK_P": power_of_two(rope, 16),
+                "WITHIN": spec.page_size % part.shape.config.block_n == 0,
+            },
+        )  # fmt: skip
+
+    def _merging(self, shape: Shape) -> tuple[int, int]:
+        """Rows and splits that a program merges at a time.
+
+        A decode tile has few rows and many splits, a large one many rows; outputs of latents are wide.
+        """
+        if INTERPRETING:
+            rows, splits = 16, 4
+        elif self.spec.attention == "mla":
+            rows, splits = shape.config.merged, 8
+        else:
+            rows, splits = (2, 8) if shape.rows > 16 else (1, 16)
+        return min(power_of_two(shape.rows), rows), splits
 
     # ---- memory
 
@@ -202,17 +265,18 @@ class TritonAttention(AttentionBackend):
 
     def _cut(self, scratch: Tensor) -> list[Tensor]:
         """Outputs and log-sum-exps of partial states, and of those carried over."""
-        pairs, dim = (self.partials, _carried(self.spec)), self.spec.v_head_dim
+        pairs, dim = (self.partials, carried_rows(self.spec)), self.spec.v_head_dim
         sizes = [pairs[0] * dim, pairs[0], pairs[1] * dim, pairs[1]]
         return list(torch.split(scratch.view(torch.float32), sizes))
 
 
-def _carried(spec: BackendSpec) -> int:
-    """(token, head) pairs whose states are carried from shared prefixes to the rows' own keys."""
-    if not spec.max_levels or spec.batch_invariant:
-        return 0
-    decode = spec.max_batch * max(spec.query_lens)
-    return (max(spec.max_tokens, decode) if "extend" in spec.phases else decode) * spec.num_heads
+def _cache(layer: AttentionLayer) -> tuple[Tensor, Tensor]:
+    """A layer's cached keys and values, [pages, page, Hkv, D]; latents are both, of one head."""
+    if isinstance(layer.kv, LatentView):
+        latents = layer.kv.latent[:, :, None]
+        return latents, latents
+    view = cast(PagedView, layer.kv)  # what nhd and hnd are seen through
+    return view.k, view.v
 
 
 def _strides(names: str, x: Tensor | None) -> dict[str, int]:

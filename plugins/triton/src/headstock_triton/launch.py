@@ -14,6 +14,7 @@ from torch import Tensor
 from triton import JITFunction  # type: ignore[import-untyped]
 
 from headstock_triton.kernels.attend import attend
+from headstock_triton.kernels.latent import latent
 from headstock_triton.kernels.merge import merge
 from headstock_triton.kernels.schedule import schedule
 from headstock_triton.kernels.write import write
@@ -21,7 +22,9 @@ from headstock_triton.kernels.write import write
 INTERPRETING = not isinstance(attend, JITFunction)
 """Whether Triton was told, before the kernels were imported, to interpret them (`TRITON_INTERPRET=1`)."""
 
-KERNELS: Mapping[str, Any] = MappingProxyType({"attend": attend, "merge": merge, "schedule": schedule, "write": write})
+KERNELS: Mapping[str, Any] = MappingProxyType(
+    {"attend": attend, "latent": latent, "merge": merge, "schedule": schedule, "write": write}
+)
 
 Grid = tuple[int, ...]
 Tensors = Mapping[str, Tensor | None]

@@ -38,25 +38,48 @@ class Shape:
         return self.items > self.tiles
 
     @classmethod
-    def of(cls, spec: BackendSpec, rows: int, tokens: int, longest: int, uniform: bool) -> Shape:
-        """For `tokens` tokens in `rows` rows, of `longest` each at most, or exactly where uniform."""
+    def of(cls, spec: BackendSpec, rows: int, tokens: int, longest: int, uniform: bool, shared: bool = False) -> Shape:
+        """For `tokens` tokens in `rows` rows, of `longest` each at most, or exactly where uniform.
+
+        Rows that share prefixes may be few of those that there is room for: they are always split.
+        """
         group = spec.num_heads // spec.num_kv_heads
         invariant = spec.batch_invariant
-        filled = rows * spec.num_kv_heads >= spec.num_sms
-        config = find(spec, longest * group if uniform or not invariant else 128, filled=filled)
+        pairs = longest * group if uniform or not invariant else 128
+        few = spec.attention == "mla" and rows * pairs <= spec.num_sms  # narrow tiles are more of them
+        config = find(spec, pairs, 16 if few else 128, filled=not shared and _filled(spec, rows, pairs))
         block = config.block_m
         tiles = rows * -(-longest * group // block) if uniform else tokens * group // block + rows
         most = min(block, longest * group)
         if invariant:
             return cls(config, most, tiles, 0, INVARIANT_SPLITS if uniform else 0)
         programs = max(spec.num_sms, 8) * config.programs
-        slots = -(-programs // spec.num_kv_heads) if uniform or tiles * spec.num_kv_heads < programs else 0
+        slots = -(-programs // spec.num_kv_heads) if uniform or shared or tiles * spec.num_kv_heads < programs else 0
         return cls(config, most, tiles, slots)
 
     def within(self, partials: int, kv_heads: int) -> Shape:
         """The same without splits where there is no room for so many partial rows."""
         fits = not self.split or self.items * self.rows * kv_heads <= partials
         return self if fits else Shape(self.config, self.rows, self.tiles, 0)
+
+
+def _filled(spec: BackendSpec, rows: int, pairs: int) -> bool:
+    """Whether tiles alone, unsplit, occupy the multiprocessors; of latents, which take one whole, most of them."""
+    if spec.attention == "mla":
+        return 4 * rows * max(pairs // 64, 1) >= 3 * spec.num_sms
+    return rows * max(pairs // 128, 1) * spec.num_kv_heads >= spec.num_sms
+
+
+def carried_rows(spec: BackendSpec) -> int:
+    """(token, head) pairs whose states can be carried from shared prefixes to the rows' own keys.
+
+    Outputs over latents are so wide that room is kept for a decode step of them, and not for all tokens of an extend.
+    """
+    if not spec.max_levels or spec.batch_invariant:
+        return 0
+    decode = spec.max_batch * max(spec.query_lens)
+    extends = "extend" in spec.phases and spec.attention != "mla"
+    return (max(spec.max_tokens, decode) if extends else decode) * spec.num_heads
 
 
 def partial_rows(spec: BackendSpec) -> int:
@@ -70,6 +93,10 @@ def partial_rows(spec: BackendSpec) -> int:
         configs = [find(spec, pairs, filled=filled) for pairs in (16, 32, 64, 128) for filled in (True, False)]
         programs = max(spec.num_sms, 8)
         bounds += [2 * -(-programs * c.programs // spec.num_kv_heads) * c.block_m for c in configs]
+    if spec.max_levels and not spec.batch_invariant:
+        tokens = spec.max_batch * max(spec.query_lens)
+        shape = Shape.of(spec, spec.max_batch, tokens, tokens, False, shared=True)
+        bounds.append(shape.items * shape.rows)
     return max(bounds) * spec.num_kv_heads
 
 
@@ -99,12 +126,15 @@ class Plan:
 
     @classmethod
     def of(cls, spec: BackendSpec, batch: ForwardBatch, partials: int) -> Plan:
-        """What the host decides. A batch-invariant instance reads shared prefixes row by row, as if unshared."""
+        """What the host decides.
+
+        Without room to carry states, as in a batch-invariant instance, shared prefixes are read row by row.
+        """
         rows, tokens, decode = batch.num_reqs, batch.num_tokens, batch.phase == "decode"
         shapes = [Shape.of(spec, rows, tokens, batch.max_query_len, decode)]
-        if not spec.batch_invariant:
+        if tokens * spec.num_heads <= carried_rows(spec):
             segments = [len(level.row_indptr) - 1 for level in batch.shared_levels]
-            shapes = [*[Shape.of(spec, count, tokens, tokens, False) for count in segments], *shapes]
+            shapes = [*[Shape.of(spec, count, tokens, tokens, False, shared=True) for count in segments], *shapes]
         shapes = [shape.within(partials, spec.num_kv_heads) for shape in shapes]
         return cls([Part(shape, shared=shape is not shapes[-1]) for shape in shapes])
 

@@ -47,8 +47,8 @@ def write(
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SCALED: tl.constexpr, DIVIDE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """One program per token. k [T, Hkv, D], v [T, Hkv, Dv], slots int64 [T]; FP8 caches come as uint8, their mantissa
-    bits as FP8 (3 or 2, 0 where the cache is wider)."""
+    """One program per token. k [T, Hkv, D], v [T, Hkv, Dv] or, where Dv is 0, none; slots int64 [T]. FP8 caches come as
+    uint8, their mantissa bits as FP8 (3 or 2, 0 where the cache is wider)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     page, offset = slot // PAGE, slot % PAGE
@@ -60,8 +60,9 @@ def write(
         page * k_cache_page + offset * k_cache_slot + head.to(tl.int64) * k_cache_head + d,
         real & (d < HEAD_DIM), k_factor, limit, SCALED, DIVIDE, FP8,
     )  # fmt: skip
-    put(
-        v, v_cache, token * v_token + head * v_head + dv,
-        page * v_cache_page + offset * v_cache_slot + head.to(tl.int64) * v_cache_head + dv,
-        real & (dv < V_HEAD_DIM), v_factor, limit, SCALED, DIVIDE, FP8,
-    )  # fmt: skip
+    if V_HEAD_DIM > 0:
+        put(
+            v, v_cache, token * v_token + head * v_head + dv,
+            page * v_cache_page + offset * v_cache_slot + head.to(tl.int64) * v_cache_head + dv,
+            real & (dv < V_HEAD_DIM), v_factor, limit, SCALED, DIVIDE, FP8,
+        )  # fmt: skip
