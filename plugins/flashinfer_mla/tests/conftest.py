@@ -1,0 +1,8 @@
+"""The stand-in of these tests is a module beside them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
