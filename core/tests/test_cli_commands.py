@@ -362,9 +362,10 @@ def test_a_gguf_file_is_known_in_any_spelling(install, headstock, tmp_path):
         (["choices", 0, "requirement", "head_dim"], 512, "is for another requirement"),
         (["choices", 0, "winners", 0, "record"], "nope", "record nope"),
         (["choices", 0, "winners", 0, "source"], "first-dist 9.9.9", "first-dist 9.9.9"),
-        (["choices", 0, "winners", 0, "max_batch"], 4, "for at most 4 rows"),
+        (["choices", 0, "winners", 0, "max_batch"], 4, "the winners for extend do not go up to any number of rows"),
         (["choices", 0, "winners", 0, "backend"], "nope", "no backend called 'nope'"),
-        (["choices", 0, "winners", 1], {"backend": "nope", "max_batch": 4}, "nope"),
+        (["choices", 0, "winners", 1], {"backend": "nope", "max_batch": 4}, "do not go up to any number of rows"),
+        (["choices", 0, "winners", 0], {"backend": "nope", "max_batch": 4}, "no backend called 'nope'"),
     ],
 )
 def test_an_edited_decision_is_refused_and_never_replaced(install, headstock, model, tmp_path, path, value, told):

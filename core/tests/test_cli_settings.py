@@ -43,9 +43,10 @@ def test_flags_win_over_the_file_and_the_origin_is_told(here):
 
 def test_each_flag_has_its_scope():
     named = {"attention_backend": "A_b", "prefill_attention_backend": "c", "decode_attention_backend": "d"}
-    policy = Choices(**named, kv_layout="hnd").policy()
+    policy = Choices(**named, kv_layout="hnd", expand_from=600).policy()
     assert policy.backends == {"all": "a-b", "extend": "c", "decode": "d"}
     assert policy.kv_layouts == {"all": "hnd"}
+    assert policy.expand_from == 600
 
 
 def test_the_table_in_pyproject(here):
@@ -123,8 +124,9 @@ def test_every_option_can_be_written_to_the_file(here):
     values = {
         "model": '"m"', "device": '"cpu"', "dtype": '"float16"', "kv-dtype": '"float8_e4m3fn"', "max-context": "9",
         "attention-backend": '"a"', "prefill-attention-backend": '"b"', "decode-attention-backend": '"c"',
-        "page-size": "4", "kv-layout": '"hnd"', "cascade": '"on"', "decision": '"d"', "max-batch": "2",
-        "kv-tokens": "99",
+        "page-size": "4", "kv-layout": '"hnd"', "graph": '"on"', "cascade": '"on"', "decision": '"d"', "max-batch": "2",
+        "expand-from": "600", "profile": "false", "profile-file": '"p"',
+        "kv-tokens": "99", "mixed": '"split"', "graph-sizes": "[3]",
         "temperature": "0.5", "top-k": "5", "top-p": "0.5", "min-p": "0.5", "seed": "1", "max-tokens": "3",
         "stop": '["x"]', "stop-token-ids": "[1]", "ignore-eos": "true", "backend-option": "{a = {b = 1}}",
     }  # fmt: skip

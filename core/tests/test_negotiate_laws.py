@@ -137,6 +137,18 @@ class Case:
             if rec.serves(need, self.policy, page, layout)
         ]
 
+    def strategies(self, need: Requirement, page: int | None, layout: str | None) -> list[Servers]:
+        """Ways to serve a role: by one alone or, where the host can and all was measured, by any at each batch size."""
+        able = self.able(need, page, layout)
+        single = [((None, *each),) for each in able]
+        sizes = buckets(need, self.policy)
+        if not self.policy.by_batch or len(sizes) == 1:
+            return single
+        at = (page, layout) if need.attention != "ragged" else (None, None)
+        timed = [each for each in able if micros(need, each[0], at, self.policy) is not None]
+        mixed = (merged(sizes, picks) for picks in product(timed, repeat=len(sizes)))
+        return [*single, *(each for each in mixed if len(each) > 1)]
+
     def sets(self) -> list[list[Requirement]]:
         """Roles of which one must be served; a role whose own name the user chose for must be served itself."""
         found: dict[tuple[str, str], list[Requirement]] = {}
@@ -163,7 +175,7 @@ class Case:
         for page, layouts in self.configurations():
             if not self.feasible(page, layouts):
                 continue
-            options = [self.able(need, page, layouts[need.group]) for need in self.needs]
+            options = [self.strategies(need, page, layouts[need.group]) for need in self.needs]
             options = [[*each, None] if need.either else each for need, each in zip(self.needs, options, strict=True)]
             for picks in product(*options):
                 served = {id(need) for need, pick in zip(self.needs, picks, strict=True) if pick}
@@ -175,26 +187,61 @@ class Case:
 
     def key(self, page: int | None, layouts: dict[str, str | None], picks: tuple[Any, ...]) -> tuple[Any, ...]:
         wishes = list(dict.fromkeys(wish for need in self.needs for wish in need.wishes))
-        unserved = unmeasured = micros = preference = 0
+        unserved = unmeasured = seconds = preference = 0
         granted = [0] * len(wishes)
         names: dict[str, list[str]] = {group: [] for group in layouts}
-        profile = {m[:-1]: round(m.seconds * 1e6) for m in self.policy.profile}
-        for need, pick in zip(self.needs, picks, strict=True):
-            if pick is None:
+        for need, servers in zip(self.needs, picks, strict=True):
+            if servers is None:
                 unserved += need.layers
                 continue
-            name, rec = pick
-            names[need.group].append(name)
+            names[need.group] += [name for _, name, _ in servers]
             at = (page, layouts[need.group]) if need.attention != "ragged" else (None, None)
-            measured = profile.get((need.group, need.role, name, *at))
-            unmeasured += need.layers if measured is None else 0
-            micros += need.layers * (measured or 0)
-            preference += need.layers * rec.preference
+            each = spread(buckets(need, self.policy), servers)
+            measured = [micros(need, name, at, self.policy) for name, _ in each]
+            known = None not in measured
+            unmeasured += 0 if known else need.layers
+            if known:
+                seconds += need.layers * (sum(own[i] for i, own in enumerate(measured)) // len(each))
+            preference += need.layers * sum(rec.preference * 10**6 for _, rec in each) // len(each)
             for i, wish in enumerate(wishes):
-                granted[i] += need.layers if wish in need.wishes and wish in rec.features else 0
+                everybody = all(wish in need.wishes and wish in rec.features for _, rec in each)
+                granted[i] += need.layers if everybody else 0
         ranks = [(layout_rank(layouts[group], self.policy), tuple(names[group])) for group in layouts]
-        costs = (unserved, *(-n for n in granted), unmeasured, micros, -preference)
+        costs = (unserved, *(-n for n in granted), unmeasured, seconds, -preference)
         return (*costs, page_rank(page, self.policy), ranks)
+
+
+Servers = tuple[tuple[int | None, str, Rec], ...]
+
+
+def buckets(need: Requirement, policy: Policy) -> list[int | None]:
+    """The batch sizes up to which a role was measured; the last is None, for any."""
+    sizes = {m.max_batch for m in policy.profile if (m.group, m.role) == (need.group, need.role)}
+    return [*sorted(size for size in sizes if size is not None), None]
+
+
+def micros(need: Requirement, name: str, at: tuple[Any, Any], policy: Policy) -> list[int] | None:
+    """Femtoseconds per token of a layer in each bucket, None where not all were measured."""
+    key = (need.group, need.role, name, *at)
+    found = {m.max_batch: round(m.seconds / m.tokens * 1e15) for m in policy.profile if m[:5] == key}
+    sizes = buckets(need, policy)
+    return [found[size] for size in sizes] if set(sizes) <= found.keys() else None
+
+
+def merged(sizes: list[int | None], picks: tuple[tuple[str, Rec], ...]) -> Servers:
+    """Who serves up to which size, where one who serves several in a row is named once."""
+    servers: list[tuple[int | None, str, Rec]] = []
+    for size, (name, rec) in zip(sizes, picks, strict=True):
+        if servers and servers[-1][1:] == (name, rec):
+            servers.pop()
+        servers.append((size, name, rec))
+    return tuple(servers)
+
+
+def spread(sizes: list[int | None], servers: Servers) -> list[tuple[str, Rec]]:
+    """The opposite: who serves each bucket."""
+    limits = [10**9 if size is None else size for size in sizes]
+    return [next((name, rec) for most, name, rec in servers if most is None or limit <= most) for limit in limits]
 
 
 def chosen_for(need: Requirement, policy: Policy) -> str | None:
@@ -271,7 +318,7 @@ def policies(draw: st.DrawFn, needs: list[Requirement], names: list[str]) -> Pol
     choices = often([{scope: name} for scope in scopes for name in names])
     fixed["backends"] = draw(st.just({}) | st.just({}) | choices)
     fixed["kv_layouts"] = draw(often([{}] * 5 + [{"all": "hnd"}, {needs[0].group: "nhd"}]))
-    return Policy(**fixed, profile=draw(st.just(()) | profiles(needs, names)))
+    return Policy(**fixed, profile=draw(st.just(()) | profiles(needs, names)), by_batch=draw(st.booleans()))
 
 
 @st.composite
@@ -282,6 +329,28 @@ def profiles(draw: st.DrawFn, needs: list[Requirement], names: list[str]) -> tup
         at = (draw(often([1, 16, 48, 64])), draw(often(["nhd", "hnd"]))) if role.cached else (None, None)
         found[role.group, role.role, draw(often(names)), *at] = draw(st.integers(1, 9)) * 1e-6
     return tuple(Measurement(*key, seconds) for key, seconds in found.items())
+
+
+@st.composite
+def bucketed(draw: st.DrawFn) -> Case:
+    """A case whose decoding was measured by batch size, in times of which no two are equal, on all or most backends."""
+    needs = SCENES[draw(often(["one group", "two groups", "verify"]))]
+    names = [f"b{i}" for i in range(draw(st.integers(2, 3)))]
+    field = {name: [draw(records("r0", True))] for name in names}
+    if draw(often([True, True, True, False])):
+        same = {"sizes": 0, "layouts": frozenset({"nhd"}), "features": frozenset({"sliding_window", "graph"})}
+        field = {name: [replace(rec, **same) for rec in recs] for name, recs in field.items()}
+    keys = [
+        (group, role, name, 16, "nhd") for group, role in {(n.group, n.role): None for n in needs} for name in names
+    ]
+    missing = draw(st.sets(often(keys), max_size=1))
+    sizes = draw(often([(None,), (4, None), (1, 8, None)]))
+    wanted = [(key, size) for key in keys if key not in missing for size in (sizes if key[1] == "decode" else (None,))]
+    times = draw(st.permutations(range(1, len(wanted) + 1)))
+    profile = tuple(
+        Measurement(*key, micros * 1e-6, size, size or 16) for (key, size), micros in zip(wanted, times, strict=True)
+    )
+    return Case(needs, field, Policy(profile=profile, by_batch=draw(often([True, True, True, False]))))
 
 
 @st.composite
@@ -298,7 +367,7 @@ some = settings(max_examples=60, deadline=None)
 
 
 @many
-@given(cases(max_offers=3))
+@given(cases(max_offers=3) | bucketed())
 def test_finds_the_optimal_joint_solution_whenever_one_exists(case: Case) -> None:
     decision, best = case.decide(), case.best()
     event(f"solved: {decision.solved}")
@@ -309,7 +378,9 @@ def test_finds_the_optimal_joint_solution_whenever_one_exists(case: Case) -> Non
     _, page, layouts, picks = best
     assert decision.page_size == page
     for need, choice, pick in zip(case.needs, decision.choices, picks, strict=True):
-        assert [(w.backend, w.record) for w in choice.winners] == ([(pick[0], pick[1].label)] if pick else [])
+        servers = [(most, name, rec.label) for most, name, rec in pick or ()]
+        assert [(w.max_batch, w.backend, w.record) for w in choice.winners] == servers
+        event(f"winners: {len(servers)}")
         expected = (page, layouts[need.group]) if need.attention != "ragged" else (None, None)
         assert (choice.requirement.page_size, choice.requirement.kv_layout) == expected
 
@@ -337,7 +408,7 @@ def test_the_order_of_offers_changes_nothing(case: Case, data: st.DataObject) ->
 
 
 @many
-@given(cases())
+@given(cases() | bucketed())
 def test_an_offer_that_loses_never_changes_the_winner(case: Case) -> None:
     whole = case.decide()
     winners = {winner.backend for choice in whole.choices for winner in choice.winners}
@@ -412,7 +483,7 @@ def test_every_mismatch_says_what_was_needed_and_offered_and_helps(case: Case) -
 def rank_of(
     case: Case, need: Requirement, name: str, rec: Rec, page: int | None, layout: str | None
 ) -> tuple[Any, ...]:
-    profile = {m[:-1]: round(m.seconds * 1e6) for m in case.policy.profile}
+    profile = {m[:5]: round(m.seconds * 1e6) for m in case.policy.profile}
     at = (page, layout) if need.attention != "ragged" else (None, None)
     measured = profile.get((need.group, need.role, name, *at))
     wishes = [wish in need.wishes and wish in rec.features for wish in WISHES]
@@ -455,6 +526,25 @@ def test_what_is_said_of_winners_and_outranked_is_true(case: Case) -> None:
                 check_advantage(case, need, (winner.backend, record), rival, settled, winner.why)
             else:
                 assert winner.why.startswith("the only one")
+
+
+@some
+@given(bucketed())
+def test_what_is_said_of_batch_sizes_is_measured(case: Case) -> None:
+    decision = case.decide()
+    for choice in decision.choices:
+        need = next(n for n in case.needs if (n.group, n.role) == (choice.group, choice.role))
+        if len(choice.winners) < 2:
+            continue
+        at = (decision.page_size, choice.requirement.kv_layout)
+        for winner in choice.winners:
+            assert winner.why.startswith("measured ")
+            mine, theirs = (float(each) for each in re.findall(r"([\d.]+) µs", winner.why))
+            assert mine < theirs
+            size = winner.max_batch
+            assert Measurement(need.group, need.role, winner.backend, *at, mine * 1e-6, size, size or 16) in [
+                m._replace(seconds=round(m.seconds * 1e6) * 1e-6) for m in case.policy.profile
+            ]
 
 
 def check_advantage(
@@ -507,12 +597,12 @@ def test_what_a_conflict_says_to_type_works(case: Case) -> None:
 
 
 @some
-@given(cases())
+@given(cases() | bucketed())
 def test_a_decision_survives_json_and_its_pin_gives_it_again(case: Case) -> None:
     decision = case.decide()
     assert Decision.model_validate_json(decision.model_dump_json()) == decision
     if decision.solved:
-        profiled = Policy(profile=case.policy.profile)
+        profiled = Policy(profile=case.policy.profile, by_batch=case.policy.by_batch)
         assert negotiate(case.needs, case.offers(), decision.pin(profiled)).outcome == decision.outcome
         assert decision.pin(case.policy).page_size == decision.page_size
 

@@ -161,5 +161,11 @@ class AttentionBackend(ABC):
         return
 
     def describe(self, batch: ForwardBatch) -> Mapping[str, str | int | bool]:
-        """Which kernel a planned batch will run: name, padded dims, tensor cores, upcast, splits. Eager only."""
+        """Which kernel a planned batch will run; for reports, and eager only. Nothing by default.
+
+        Any names and values may be told. Reports understand these: `kernel`, its name; `head_dim`, as it computes it,
+        padding included; `tensor_cores`, whether its products run on them; `upcast`, the dtype to which cached keys and
+        values are converted first; `splits`, how finely keys are cut to fill the device; `levels`, of the shared
+        prefixes that are read once; `faster`, a kernel that this backend has for the device and cannot use here.
+        """
         return {}

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from headstock.decision import AGAIN, Refusal
 from headstock.offer import Candidate
 from headstock.policy import Policy, flag
+from headstock.ranking import Entry, Ranking
 from headstock.refusals import sizes_in_words, words
 from headstock.requirement import Requirement
-from headstock.solver import Entry, Group, Pick, Ranking, Role, answering, cover, groups_of, solve
+from headstock.solver import Group, Pick, Role, answering, cover, groups_of, solve
 
 PAGE_SIZE, LAYOUT = "--page-size", "--kv-layout"
 
@@ -92,8 +93,8 @@ def _instead(fixed: list[str], pick: Pick, requirements: Sequence[Requirement], 
         values = {layout for layout in pick.layouts.values() if layout}
     elif len(fixed) == 1:
         ruled = [need for need in requirements if (policy.chosen(need) or ("",))[0] == fixed[0]]
-        entries = (pick.entries.get((need.group, need.role)) for need in ruled)
-        values = {entry.candidate.name for entry in entries if entry}
+        servers = (pick.servers.get((need.group, need.role), ()) for need in ruled)
+        values = {entry.candidate.name for each in servers for _, entry in each}
     flags = [each if each in (PAGE_SIZE, LAYOUT) else flag(each) for each in fixed]
     return f"{flags[0]} {values.pop()}" if len(values) == 1 else f"the same without {', '.join(flags)}"
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from headstock.capabilities import AXES
 from headstock.errors import NegotiationError
 from headstock.offer import Candidate, Fault
-from headstock.policy import PageSize, Policy
+from headstock.policy import PageSize, Policy, ascending
 from headstock.requirement import Requirement
 from headstock.solver import answering
 
@@ -96,7 +96,7 @@ class Winner(_Record):
 class Choice(_Record):
     """What was settled for one role: the requirement, completed by the KV configuration, and who serves it.
 
-    `winners` is empty only for a role whose alternative is served instead.
+    `winners` go by batch size, the last one serves any. They are none only for a role whose alternative is served.
     """
 
     requirement: Requirement
@@ -114,6 +114,24 @@ class Choice(_Record):
     def served(self) -> str:
         """Who serves the role, to the letter."""
         return "; ".join(map(str, self.winners)) or "nobody"
+
+    def winner(self, rows: int) -> Winner:
+        """Who serves batches of so many rows."""
+        return next(each for each in self.winners if each.max_batch is None or rows <= each.max_batch)
+
+    def within(self, max_batch: int | None = None) -> tuple[Winner, ...]:
+        """The winners that batches of at most `max_batch` rows (None: any) can reach."""
+        if max_batch is None or not self.winners:
+            return self.winners
+        return self.winners[: self.winners.index(self.winner(max_batch)) + 1]
+
+    def shares(self, max_batch: int | None = None) -> list[tuple[str, Winner]]:
+        """Those winners, each with what it serves in words: "decode up to 8 rows", "decode beyond", or "decode"."""
+        where, winners = self.requirement.where, self.within(max_batch)
+        if len(winners) < 2:
+            return [(where, each) for each in winners]
+        sized = [(f"{where} up to {each.max_batch} rows", each) for each in winners[:-1]]
+        return [*sized, (f"{where} beyond", winners[-1])]
 
 
 class Decision(_Record):
@@ -136,13 +154,18 @@ class Decision(_Record):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Decision:
-        """There is one choice for each requirement, one page size, and one KV layout in each group."""
+        """There is one choice for each requirement, one page size, and one KV layout in each group.
+
+        Winners of a role serve ever larger batches, and the last one any.
+        """
         made_for = [(need.group, need.role) for need in self.requirements]
         if self.choices and [(choice.group, choice.role) for choice in self.choices] != made_for:
             raise ValueError("choices: not one for each of the requirements, in their order")
         layouts: dict[str, str | None] = {}
         for choice, need in zip(self.choices, self.requirements, strict=False):
             settled = choice.requirement
+            if not ascending([winner.max_batch for winner in choice.winners]):
+                raise ValueError(f"choices: the winners for {need.where} do not go up to any number of rows")
             layout = layouts.setdefault(need.group, settled.kv_layout) if need.cached else None
             size = self.page_size if need.cached else None
             if settled.model_copy(update={"page_size": need.page_size, "kv_layout": need.kv_layout}) != need:
@@ -184,7 +207,12 @@ class Decision(_Record):
         served = [choice for choice in self.choices if choice.winners]
         return policy.model_copy(
             update={
-                "backends": {f"{c.group}/{c.role}": c.winners[0].backend for c in served},
+                "backends": {f"{c.group}/{c.role}": c.winners[0].backend for c in served if len(c.winners) == 1},
+                "schedules": {
+                    f"{c.group}/{c.role}": tuple((w.max_batch, w.backend) for w in c.winners)
+                    for c in served
+                    if len(c.winners) > 1
+                },
                 "origins": {f"{c.group}/{c.role}": "the pinned decision" for c in served},
                 "pinned": {f"{c.group}/{c.role}": c.served for c in self.choices},
                 "page_size": self.page_size,
@@ -197,10 +225,10 @@ class Decision(_Record):
 def _check_agreement(choice: Choice, policy: Policy, field: list[Candidate]) -> None:
     """Refuses an explicit choice that says something else than the pinned one."""
     need = choice.requirement
-    backend, chosen = choice.winners[0].backend if choice.winners else None, policy.chosen(need)
+    backends, chosen = {winner.backend for winner in choice.winners}, policy.chosen(need)
     asked: list[tuple[str, object, object]] = []
-    if chosen and backend not in answering(chosen[1], field):
-        asked.append(("backend", chosen[1], backend))
+    if chosen and not backends <= answering(chosen[1], field):
+        asked.append(("backend", chosen[1], ", ".join(sorted(backends))))
     if need.cached:
         asked.append(("page size", policy.page_size, need.page_size))
         asked.append(("KV layout", policy.layout(need.group), need.kv_layout))

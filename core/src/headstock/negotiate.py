@@ -3,7 +3,8 @@
 A joint solution gives every role of every layer group one record that covers it, such that one page size suits the
 model and one KV layout suits each group. Solutions are ordered by a key that is read off the solution alone: layers
 left to an alternative role, wishes granted, layers measured, seconds, the plugins' own preference (each weighted by
-layers and summed), page size, and for each group layout and names. Hence a losing offer cannot change the winner.
+layers and summed), page size, and for each group layout and names. Hence a losing offer cannot change the winner. Where
+the host can switch and a role was measured by batch size, it may have several servers, each for its sizes.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from headstock.decision import (
 from headstock.errors import NegotiationError
 from headstock.offer import Candidate, Fault, Offer
 from headstock.policy import Measurement, Policy, flag
+from headstock.ranking import Ranking
 from headstock.reasons import Reasons
 from headstock.refusals import Agreement, refusal
 from headstock.requirement import Requirement
-from headstock.solver import Ranking, answering, cover, groups_of, solve
+from headstock.solver import answering, cover, groups_of, solve
 
 __all__ = [
     "Candidate", "Choice", "Decision", "Fault", "Measurement", "Mismatch", "NearMiss", "Outranked", "Policy", "Refusal",
@@ -62,20 +64,25 @@ def negotiate(
     refused: list[Refusal] = []
     outranked: list[Outranked] = []
     for role in roles:
-        winner = reasons.winner(role)
+        winners = [entry.candidate for _, entry in reasons.servers(role)]
         for candidate in field:
-            if winner is not None and candidate is winner.candidate:
+            if any(candidate is winner for winner in winners):
                 continue
             if why_not := refusal(role, candidate, agreement):
                 refused.append(why_not)
             else:
                 outranked.append(reasons.outranked(role, candidate))
+    choices = tuple(reasons.choice(role) for role in roles) if pick else ()
     decision = Decision(
         page_size=pick.page_size if pick else None,
-        choices=tuple(reasons.choice(role) for role in roles) if pick else (),
+        choices=choices,
         refused=tuple(refused),
         outranked=tuple(outranked),
-        notices=tuple(notice for role in roles for notice in reasons.notices(role, refused)),
+        notices=(
+            *policy.notices,
+            *(notice for role in roles for notice in reasons.notices(role, refused)),
+            *_unused(policy, choices),
+        ),
         ungranted=tuple(wish for role in roles for wish in reasons.ungranted(role)),
         conflict="" if pick else conflict(requirements, field, groups, refused, ranking),
         requirements=tuple(requirements),
@@ -97,6 +104,14 @@ def _field(candidates: Iterable[Candidate | Offer]) -> list[Candidate]:
                 type=f"pip uninstall {other.distribution}" if other.distribution else None,
             )
     return field
+
+
+def _unused(policy: Policy, choices: Sequence[Choice]) -> list[str]:
+    """What was asked for and makes no difference to what was settled."""
+    served = {(choice.group, choice.role) for choice in choices if choice.winners}
+    if policy.expand_from is None or not choices or any({(g, "extend"), (g, "expand")} <= served for g, _ in served):
+        return []
+    return [f"expanding from {policy.expand_from} tokens is not used: latent attention is not served in both forms"]
 
 
 def _check_requirements(requirements: Sequence[Requirement], policy: Policy) -> None:
@@ -143,9 +158,13 @@ def _check_choices(requirements: Sequence[Requirement], field: list[Candidate], 
                 works=f"{near[0]!r}, perhaps" if near else ", ".join(names) or "nothing: no backend is installed",
                 type="headstock plugins",
             )
+    for scope, schedule in policy.schedules.items():
+        if unknown := [name for _, name in schedule if name not in {candidate.name for candidate in field}]:
+            raise NegotiationError(f"there is no backend called {unknown[0]!r} ({policy.origin(scope)})")
     own = {f"{need.group}/{need.role}" for need in requirements}
     scopes = {"all", *own} | {each for need in requirements for each in (need.role, need.phase)}
     _check_known("a backend is asked for a role", policy.backends, scopes)
+    _check_known("backends are asked for by batch size for a role", policy.schedules, own)
     _check_known("a role is left to its alternatives", policy.unserved, own)
     _check_known("a KV layout is asked for a group", policy.kv_layouts, {"all"} | {need.group for need in requirements})
 

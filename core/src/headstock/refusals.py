@@ -100,8 +100,9 @@ class Agreement:
         return Mismatch(axis=name, needed=needed_words, offered=words(offered), remedy=remedy, because=because)
 
     def _servers(self, role: Role) -> str:
-        winner = self.pick.entries.get(role.key) if self.pick else None
-        names = [winner.candidate.name] if winner else sorted({entry.candidate.name for entry in role.entries})
+        servers = self.pick.servers.get(role.key, ()) if self.pick else ()
+        names = list(dict.fromkeys(entry.candidate.name for _, entry in servers))
+        names = names or sorted({entry.candidate.name for entry in role.entries})
         return ", ".join(names[:3]) + (", …" if len(names) > 3 else "") or "nobody"
 
 

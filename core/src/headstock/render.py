@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
@@ -74,9 +75,14 @@ def _wheres(decision: Decision) -> dict[Key, str]:
 
 
 def _stuck(decision: Decision) -> list[Requirement]:
-    """The roles without a winner and without a candidate that could be one."""
+    """The roles without a winner and without a candidate that could be one, nor an alternative that has one."""
     able = {(o.group, o.role) for o in decision.outranked} | {(c.group, c.role) for c in decision.choices if c.winners}
-    return [need for need in decision.requirements if (need.group, need.role) not in able]
+    helped = {(need.group, need.either) for need in decision.requirements if (need.group, need.role) in able}
+    return [
+        need
+        for need in decision.requirements
+        if (need.group, need.role) not in able and (need.either is None or (need.group, need.either) not in helped)
+    ]
 
 
 def _nearest_first(decision: Decision) -> list[Refusal]:
@@ -94,19 +100,29 @@ def _chosen(choice: Choice) -> Iterator[str]:
     where = choice.requirement.where
     if not choice.winners:
         yield f"{where}: left to its alternative"
-    for winner in choice.winners:
-        upto = f" up to {winner.max_batch} rows" if winner.max_batch else ""
-        yield f"{where}: {winner.backend} ({winner.record}; {winner.source}){upto}: {winner.why}"
+    for share, winner in choice.shares():
+        yield f"{share}: {winner.backend} ({winner.record}; {winner.source}): {winner.why}"
 
 
 def _kv_cache(choices: Iterable[Choice]) -> Iterator[str]:
     """One line per group: groups share the page size, roles of a group also layout and dtype."""
+    choices = list(choices)
     needs = {choice.group: choice.requirement for choice in choices if choice.requirement.cached}
+    expanded = {choice.group: choice.requirement for choice in choices if choice.role == "expand"}
     for group, need in needs.items():
         of_group = "" if group == "all" else f"group {group}: "
         yield f"{of_group}page size {need.page_size}, layout {need.kv_layout}, dtype {need.kv_dtype}"
+        if group in expanded:
+            yield f"{of_group}{_in_place_of(expanded[group], need)}"
     if not needs:
         yield "none"
+
+
+def _in_place_of(whole: Requirement, latent: Requirement) -> str:
+    """What a token of a latent cache takes, beside the keys and values that it stands for."""
+    size = int(re.findall(r"\d+", latent.kv_dtype)[0]) // 8
+    expanded = whole.num_kv_heads * (whole.head_dim + whole.v_head_dim) * size
+    return f"{latent.head_dim * size} bytes per token and layer; keys and values of all heads would take {expanded}"
 
 
 def _refused(refusal: Refusal, wheres: dict[Key, str], all: bool) -> Iterator[str]:

@@ -6,34 +6,18 @@ layout, roles are independent, and the cost stays linear in them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from headstock.capabilities import MAX_PAGE_SIZE, Capabilities
 from headstock.offer import Candidate
-from headstock.policy import Policy
+from headstock.policy import Policy, Schedule
+from headstock.ranking import Cost, Entry, Ranking, Servers
 from headstock.requirement import Requirement
 
 ALL_SIZES = (1 << (MAX_PAGE_SIZE + 1)) - 2
 """The mask of every page size, 1…MAX_PAGE_SIZE."""
-
-Cost = tuple[int, ...]
-"""Lower is better, column by column. Whole numbers, so that sums are exact and a loser can never tip a balance."""
-
-
-class Entry(NamedTuple):
-    """One record that covers one requirement; of page sizes and layouts, it holds those the user left open."""
-
-    candidate: Candidate
-    record: Capabilities
-    sizes: int  # mask of the page sizes that fit
-    layouts: frozenset[str]
-    granted: tuple[str, ...]  # wishes
-    cost: Cost  # where nothing was measured
-
-    def fits(self, page_size: int | None, layout: str | None) -> bool:
-        return (page_size is None or bool(self.sizes >> page_size & 1)) and (layout is None or layout in self.layouts)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,38 +48,12 @@ class Group:
 
 
 class Pick(NamedTuple):
-    """One joint solution. A role without an entry is left to its alternatives."""
+    """One joint solution. A role without servers is left to its alternatives."""
 
     key: tuple[object, ...]
     page_size: int | None
     layouts: dict[str, str | None]  # by group
-    entries: dict[tuple[str, str], Entry]  # by (group, role)
-
-
-class Ranking:
-    """The order of entries and solutions, as data."""
-
-    def __init__(self, policy: Policy, wishes: Sequence[str]):
-        self.policy, self.wishes = policy, wishes
-        self.seconds = {measured[:-1]: measured.seconds for measured in policy.profile}
-
-    def cost(self, need: Requirement, entry: Entry, page_size: int | None, layout: str | None) -> Cost:
-        """Wishes granted, whether measured, femtoseconds, preference in millionths: each weighted by layers."""
-        if not self.seconds:
-            return entry.cost
-        measured = self.measured(need, entry, page_size, layout)
-        if measured is None:
-            return entry.cost
-        return (*entry.cost[:-3], 0, need.layers * round(measured * 1e15), entry.cost[-1])
-
-    def unmeasured(self, need: Requirement, record: Capabilities, granted: Sequence[str]) -> Cost:
-        """The cost of a record of which no measurement is known."""
-        wishes = (-need.layers if wish in granted else 0 for wish in self.wishes)
-        return (*wishes, need.layers, 0, -need.layers * round(record.preference * 1e6))
-
-    def measured(self, need: Requirement, entry: Entry, page_size: int | None, layout: str | None) -> float | None:
-        """Seconds of one layer, where this was measured."""
-        return self.seconds.get((need.group, need.role, entry.candidate.name, page_size, layout))
+    servers: dict[tuple[str, str], Servers]  # by (group, role)
 
 
 def cover(need: Requirement, field: list[Candidate], ranking: Ranking) -> Role:
@@ -143,10 +101,10 @@ def open_to(need: Requirement, record: Capabilities) -> tuple[int, frozenset[str
 def _within_choice(need: Requirement, covering: list[Entry], field: list[Candidate], policy: Policy) -> list[Entry]:
     if f"{need.group}/{need.role}" in policy.unserved:
         return []
-    chosen = policy.chosen(need)
-    if chosen is None:
+    chosen, schedule = policy.chosen(need), policy.scheduled(need)
+    if chosen is None and not schedule:
         return covering.copy()
-    named = answering(chosen[1], field)
+    named = answering(chosen[1], field) if chosen else {name for _, name in schedule}
     return [entry for entry in covering if entry.candidate.name in named]
 
 
@@ -170,7 +128,7 @@ def _alternatives(members: list[Role], policy: Policy) -> list[list[Role]]:
     for role in members:
         need = role.requirement
         sets.setdefault((need.either, "" if need.either else need.role), []).append(role)
-        scope = (policy.chosen(need) or ("",))[0]
+        scope = f"{need.group}/{need.role}" if policy.scheduled(need) else (policy.chosen(need) or ("",))[0]
         if need.either and (scope == f"{need.group}/{need.role}" or scope == need.role != need.phase):
             demanded.append([role])  # a choice for this very role is not left to the alternatives
     return [*sets.values(), *demanded]
@@ -194,11 +152,11 @@ def accepted(alternatives: list[Role], layout: str | None) -> int:
 
 def solve(groups: list[Group], ranking: Ranking) -> Pick | None:
     """The best joint solution, or None."""
-    picks = (_solve_at(groups, page_size, ranking) for page_size in _page_sizes(groups, ranking.policy))
+    picks = (_solve_at(groups, page_size, ranking) for page_size in page_sizes(groups, ranking.policy))
     return min((pick for pick in picks if pick is not None), key=lambda pick: pick.key, default=None)
 
 
-def _page_sizes(groups: list[Group], policy: Policy) -> Iterator[int | None]:
+def page_sizes(groups: list[Group], policy: Policy) -> Iterator[int | None]:
     """The best-ranked page size of each class of sizes that the same entries accept; None if nothing is cached."""
     cached = [role for group in groups for role in group.roles if role.requirement.cached]
     if not cached:
@@ -226,7 +184,7 @@ class _Part(NamedTuple):
     layout_rank: tuple[int, str]
     names: tuple[str, ...]
     layout: str | None
-    entries: dict[tuple[str, str], Entry]
+    servers: dict[tuple[str, str], Servers]
 
 
 def _solve_at(groups: list[Group], page_size: int | None, ranking: Ranking) -> Pick | None:
@@ -244,33 +202,65 @@ def _solve_at(groups: list[Group], page_size: int | None, ranking: Ranking) -> P
         tuple((part.layout_rank, part.names) for part in parts),
     )
     layouts = {group.name: part.layout for group, part in zip(groups, parts, strict=True)}
-    return Pick(key, page_size, layouts, {key: entry for part in parts for key, entry in part.entries.items()})
+    return Pick(key, page_size, layouts, {key: each for part in parts for key, each in part.servers.items()})
 
 
 def _solve_group(group: Group, page_size: int | None, layout: str | None, ranking: Ranking) -> _Part | None:
-    entries: dict[tuple[str, str], Entry] = {}
+    servers: dict[tuple[str, str], Servers] = {}
     costs: list[Cost] = []
     unserved = 0
     for role in group.roles:
         need = role.requirement
         at = (page_size, layout) if need.cached else (None, None)
         best = _cheapest(role, at, ranking)
-        if best is None:
+        if not best:
             unserved += need.layers
         else:
-            entries[role.key] = best
-            costs.append(ranking.cost(need, best, *at))
-    if not all(any(role.key in entries for role in alternatives) for alternatives in group.alternatives):
+            servers[role.key] = best
+            costs.append(ranking.cost_of(need, best, *at))
+    if not all(any(role.key in servers for role in alternatives) for alternatives in group.alternatives):
         return None
-    names = tuple(entry.candidate.name for entry in entries.values())
-    return _Part(unserved, _total(costs), ranking.policy.layout_rank(layout), names, layout, entries)
+    names = tuple(entry.candidate.name for each in servers.values() for _, entry in each)
+    return _Part(unserved, _total(costs), ranking.policy.layout_rank(layout), names, layout, servers)
 
 
-def _cheapest(role: Role, at: tuple[int | None, str | None], ranking: Ranking) -> Entry | None:
-    fitting = (entry for entry in role.entries if entry.fits(*at))
-    if not ranking.seconds:
-        return next(fitting, None)
-    return min(fitting, key=lambda entry: ranking.cost(role.requirement, entry, *at), default=None)
+def _cheapest(role: Role, at: tuple[int | None, str | None], ranking: Ranking) -> Servers:
+    """The best servers of a role, none where nobody fits; several where batch sizes were measured and it pays."""
+    need = role.requirement
+    fitting = [entry for entry in role.entries if entry.fits(*at)]
+    if schedule := ranking.policy.scheduled(need):
+        return _scheduled(need, schedule, fitting, at, ranking)
+    if not ranking.seconds or not fitting:
+        return tuple((None, entry) for entry in fitting[:1])
+    costs = [ranking.cost(need, entry, *at) for entry in fitting]
+    best = min(costs)
+    sizes = ranking.buckets(need) if ranking.policy.by_batch else [None]
+    if len(sizes) == 1 or best[-3]:
+        return ((None, fitting[costs.index(best)]),)
+    # wishes and being measured come before seconds, so only entries that are equal in them can share a role
+    rivals = [entry for entry, cost in zip(fitting, costs, strict=True) if cost[:-2] == best[:-2]]
+    figures = {id(entry): ranking.figures(need, entry, *at) or [] for entry in rivals}
+    servers: list[tuple[int | None, Entry]] = []
+    for i, most in enumerate(sizes):
+        before = servers[-1][1] if servers else None
+        entry = min(rivals, key=lambda rival: (figures[id(rival)][i], rival.cost[-1], rival is not before))
+        if entry is before:
+            servers.pop()
+        servers.append((most, entry))
+    return tuple(servers)
+
+
+def _scheduled(
+    need: Requirement, schedule: Schedule, fitting: list[Entry], at: tuple[int | None, str | None], ranking: Ranking
+) -> Servers:
+    """The servers that the user named by batch size; none where one of them does not fit."""
+    servers = []
+    for most, name in schedule:
+        own = [entry for entry in fitting if entry.candidate.name == name]
+        if not own:
+            return ()
+        servers.append((most, min(own, key=lambda entry: ranking.cost(need, entry, *at))))
+    return tuple(servers)
 
 
 def union(masks: Iterable[int]) -> int:

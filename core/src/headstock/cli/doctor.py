@@ -50,6 +50,10 @@ def doctor(timeout: Timeout = 60.0, config: Config = None, json: JSON = False) -
         table(("environment", ""), list(environment.items()))
         print()
         table(("plugin", "status", "distribution", "backends"), [_row(plugin) for plugin in plugins])
+        for plugin in plugins:
+            if plugin["facts"]:
+                print()
+                table((plugin["name"], ""), list(plugin["facts"].items()))
         faults([*wrong, *((p["name"], Fault(**fault)) for p in plugins for fault in p["faults"])])
     if faulty:
         raise typer.Exit(1)
@@ -112,7 +116,7 @@ def _reports(point: metadata.EntryPoint, outcome: Any) -> Iterator[dict[str, Any
     cure = f"pip uninstall {distribution}, or leave it out: {ALLOW_LIST}=-{point.name}"
     source = f"{distribution} {point.dist.version if point.dist else ''}".strip()
     fault = _as_json(outcome.model_copy(update={"cure": cure}))
-    yield {"name": point.name, "distribution": source, "backends": [], "faults": [fault]}
+    yield {"name": point.name, "distribution": source, "backends": [], "facts": {}, "faults": [fault]}
 
 
 def _examine(timeout: float, *plugin: str) -> Any:

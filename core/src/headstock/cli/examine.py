@@ -13,7 +13,7 @@ from typing import Any
 from headstock.errors import HeadstockError
 from headstock.load import load_backend, load_layout, resolve
 from headstock.offer import Candidate, Fault
-from headstock.plugins import Plugin, installed
+from headstock.plugins import Plugin, describe_fault, installed
 
 HEAVY = Fault(
     what="its manifest imports torch, for which every listing waits seconds",
@@ -31,10 +31,25 @@ def plugins(name: str) -> list[dict[str, Any]]:
             "name": plugin.name,
             "distribution": f"{plugin.distribution} {plugin.version}".strip(),
             "backends": [offer.name for offer in plugin.offers],
-            "faults": [fault.model_dump() for fault in heavy + _faults(plugin)],
+            "facts": facts,
+            "faults": [fault.model_dump() for fault in heavy + _faults(plugin) + wrong],
         }
         for plugin in found
+        for facts, wrong in [_facts(plugin)]
     ]
+
+
+def _facts(plugin: Plugin) -> tuple[dict[str, str], list[Fault]]:
+    """What a healthy plugin tells of itself, and the fault of one that fails at that."""
+    if plugin.fault is not None or "doctor_facts" not in plugin.hooks:
+        return {}, []
+    try:
+        assert plugin.implementation is not None, "a plugin without a fault was imported"
+        told = plugin.implementation.doctor_facts()
+        return {str(name): str(fact) for name, fact in told.items()}, []
+    except Exception as error:
+        cure = f"reinstall or remove it: pip uninstall {plugin.distribution}"
+        return {}, [Fault(what=f"doctor_facts: {describe_fault(error).what}", cure=cure)]
 
 
 def _faults(plugin: Plugin) -> list[Fault]:

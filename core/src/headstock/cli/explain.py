@@ -2,48 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
 
-from headstock.cli.hardware import Hardware, parse_device
-from headstock.cli.options import Choices, takes
-from headstock.cli.question import question
+from headstock.cli.options import AssumeGPU, Choices, takes
+from headstock.cli.question import asked_hardware, model_config, question
 from headstock.cli.settings import Settings
 from headstock.cli.tables import paragraphs
+from headstock.decision import Decision
 from headstock.errors import HeadstockError
+from headstock.models.embedded import embedded_model
 from headstock.negotiate import negotiate
+from headstock.offer import Candidate
 from headstock.plugins import discover
 from headstock.render import explain as account
 
-AssumeGPU = Annotated[
-    str | None, typer.Option(metavar="GPU", help="decide for this GPU, such as h200, whether or not it is here")
-]
 All = Annotated[bool, typer.Option("--all", help="every refusal, not only the nearest")]
 AsJSON = Annotated[bool, typer.Option("--json", help="print the decision, which --decision pins")]
 
 
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="load the chosen backends too, and let them tell which kernels they would run")
+]
+
+
 @takes(Choices)
-def explain(settings: Settings, assume_gpu: AssumeGPU = None, all: All = False, json: AsJSON = False) -> None:
+def explain(
+    settings: Settings, assume_gpu: AssumeGPU = None, all: All = False, verbose: Verbose = False, json: AsJSON = False
+) -> None:
     """Tells which backends a model would run on, and why.
 
-    Only the model's config is read. Exits with 2 where no combination of backends can serve it.
+    Only the config of the model is read, and nothing loaded but with --verbose. Exits with 2 where no combination of
+    backends can serve it.
     """
-    needs, policy = question(settings, _hardware(settings, assume_gpu))
-    decision = negotiate(needs, discover(), policy)
+    if verbose and assume_gpu is not None:
+        raise HeadstockError("kernels are told by a backend that runs", given=assume_gpu, works="no --assume-gpu")
+    needs, policy = question(settings, asked_hardware(settings, assume_gpu))
+    candidates = discover()
+    decision = negotiate(needs, candidates, policy)
     if json:
         print(decision.model_dump_json(indent=2))
     else:
         asked = [f"  {choice}" for choice in settings.asked()]
         paragraphs([*(["Asked for", *asked] if asked else []), *account(decision, all)])
+        if verbose and decision.solved:
+            paragraphs(["Kernels", *(f"  {line}" for line in _kernels(settings, decision, candidates))])
     if not decision.solved:
         raise typer.Exit(2)
 
 
-def _hardware(settings: Settings, assume_gpu: str | None) -> Hardware:
-    if assume_gpu is None:
-        return Hardware.here(settings.choices.device)
-    if parse_device(settings.choices.device)[0] not in ("auto", "cuda"):
-        given = f"{assume_gpu} and {settings.origins['device']} {settings.choices.device}"
-        raise HeadstockError("--assume-gpu contradicts the device", given=given, works="one of them")
-    return Hardware.assumed(assume_gpu)
+def _kernels(settings: Settings, decision: Decision, candidates: Sequence[Candidate]) -> Iterator[str]:
+    from headstock.bench.kernels import kernels
+    from headstock.device import Device
+
+    config = model_config(settings.choices.model or embedded_model())
+    return kernels(decision, config, candidates, Device.open(settings.choices.device))

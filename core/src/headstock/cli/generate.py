@@ -30,7 +30,7 @@ from headstock.plugins import describe_fault, installed
 from headstock.render import raise_unsolved
 
 if TYPE_CHECKING:
-    from headstock.engine.stats import EngineStats
+    from headstock.engine.engine import Engine
     from headstock.engine.tokenizer import Tokenizer
     from headstock.runner.runner import ModelRunner
 
@@ -65,7 +65,7 @@ def generate(
     Streams the answer to standard output; which backend runs, and how fast, goes to standard error.
     """
     prompts = read_prompts(prompt, prompt_file, settings.sampling)
-    check_output(output)
+    check_output(output, prompt_file)
     options = made_with(settings, raw)
     places = _places(output, prompts, options) if resume else {}
     prompts = [each for each in prompts if each.number not in places]
@@ -84,9 +84,17 @@ def generate(
             tell_choice(settings, runner)
             tell_notices(runner.notices[:told])
 
-    with _lines(output, places, as_json) as lines:
-        answers = Answers(lines, options, before)
-        stats = _run(runner, tokenizer, list(zip(prompts, ids, strict=True)), answers, bar=as_json and shown)
+    from headstock.engine.engine import Engine
+
+    with Engine(runner, tokenizer) as engine, _interruptible() as interrupted:
+        asked = {
+            engine.add_request(own, prompt.params, called=prompt.where): prompt
+            for prompt, own in zip(prompts, ids, strict=True)
+        }
+        with _lines(output, places, as_json) as lines:  # nothing is refused any more
+            answers = Answers(lines, options, before)
+            _run(engine, asked, answers, interrupted, bar=as_json and shown)
+        stats = engine.stats
     if not quiet:
         tell_speed(stats)
         tell_notices(runner.notices[told:])
@@ -97,7 +105,7 @@ def generate(
             print()
         more = "; to go on, give the same command --resume" if output is not None else ""
         note(f"headstock: interrupted, {answers.done} of {len(prompts)} prompts answered{more}")
-        raise typer.Exit(130)
+        raise typer.Exit(128 + interrupted())
     if answers.failed:
         raise typer.Exit(1)
 
@@ -150,6 +158,8 @@ def _load(
             policy=policy,
             offers=plugins,
             options=limits.backend_option,
+            mixed=limits.mixed,
+            graph_sizes=limits.graph_sizes,
             progress=report,
         )
     return runner, tokenizer, ids
@@ -166,22 +176,18 @@ def _check_options(given: Iterable[str], candidates: Sequence[Candidate]) -> Non
 
 
 def _run(
-    runner: ModelRunner, tokenizer: Tokenizer, prompts: Sequence[tuple[Prompt, list[int]]], answers: Answers, bar: bool
-) -> EngineStats:
+    engine: Engine, asked: Mapping[int, Prompt], answers: Answers, interrupted: Callable[[], int], bar: bool
+) -> None:
     """Serves all prompts together, until each is answered or the user asks for an end."""
-    from headstock.engine.engine import Engine
-
     started = time.perf_counter()
-    with Engine(runner, tokenizer) as engine, progress(bar) as report, _interruptible() as interrupted:
-        asked = {engine.add_request(ids, prompt.params, called=prompt.where): prompt for prompt, ids in prompts}
+    with progress(bar) as report:
         try:
             while engine.busy and not interrupted():
                 for output in engine.step():
                     answers.take(asked[output.request], output)
                 if report:
                     said = describe(engine.stats, time.perf_counter() - started)
-                    report("generating", answers.done, len(prompts), said)
-            return engine.stats
+                    report("generating", answers.done, len(asked), said)
         except (Exception, SystemExit) as error:
             if isinstance(error, HeadstockError) or not hasattr(error, "__notes__"):
                 raise
@@ -190,17 +196,21 @@ def _run(
 
 
 @contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Tells whether Ctrl-C was pressed, so that a step comes to its end; pressed again, it interrupts at once."""
-    pressed = False
+def _interruptible() -> Iterator[Callable[[], int]]:
+    """Tells which signal asked for an end, or 0, so that a step comes to its own: Ctrl-C, or a kind kill.
 
-    def press(*_: object) -> None:
-        nonlocal pressed
-        pressed = True
+    The second Ctrl-C interrupts at once.
+    """
+    heard = 0
+
+    def hear(number: int, _: object) -> None:
+        nonlocal heard
+        heard = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = signal.signal(signal.SIGINT, press)
+    before = {each: signal.signal(each, hear) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: pressed
+        yield lambda: heard
     finally:
-        signal.signal(signal.SIGINT, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)

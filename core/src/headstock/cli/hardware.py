@@ -15,18 +15,22 @@ COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribut
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A torch device type and, for a GPU, its compute capability as major × 10 + minor; `name` is for people."""
+    """A torch device type and, for a GPU, its compute capability as major × 10 + minor; `name` is for people.
+
+    What is `assumed_only` need not be here, and nothing runs on it.
+    """
 
     device: str
     compute_capability: int | None = None
     name: str = ""
+    assumed_only: bool = False
 
     @classmethod
     def assumed(cls, name: str) -> Hardware:
         """A GPU that need not be here; HeadstockError for a name that is not in the table."""
         found = gpu(name)
         figures = f"{found.num_sms} SMs, {found.memory} GiB"
-        return cls("cuda", found.compute_capability, f"{name} (assumed: {figures})")
+        return cls("cuda", found.compute_capability, f"{name} (assumed: {figures})", assumed_only=True)
 
     @classmethod
     def here(cls, device: str = "auto") -> Hardware:

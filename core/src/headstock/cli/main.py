@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import traceback
@@ -12,13 +13,17 @@ import typer
 
 import headstock
 from headstock.cli.backends import backends
+from headstock.cli.bench import bench
 from headstock.cli.check import check
+from headstock.cli.diagnose import diagnose
 from headstock.cli.doctor import doctor
 from headstock.cli.explain import explain
 from headstock.cli.generate import generate
 from headstock.cli.new import new
 from headstock.cli.plugins import plugins
+from headstock.cli.prepare import prepare
 from headstock.cli.streams import NO_ROOM, drop_output, open_streams
+from headstock.cli.tune import tune
 from headstock.errors import HeadstockError
 from headstock.plugins import ALLOW_LIST
 
@@ -38,7 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, plugins, backends, explain, doctor, check, new):
+for command in (generate, plugins, backends, explain, prepare, doctor, check, bench, tune, diagnose, new):
     app.command()(command)
 
 
@@ -96,7 +101,7 @@ def _run() -> int:
 
 
 def _fail(message: str, error: Exception, code: int) -> int:
-    if "--verbose" in sys.argv:
+    if "--verbose" in itertools.takewhile(lambda argument: argument.startswith("-"), sys.argv[1:]):
         traceback.print_exception(error)
     print(f"headstock: {message}", file=sys.stderr)
     return code

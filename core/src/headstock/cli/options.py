@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from pydantic import BaseModel, ConfigDict, Field
 
-from headstock.policy import Mode, PageSize, Policy
+from headstock.policy import GRAPH_SIZES, Mode, PageSize, Policy
 
 Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1)]
@@ -38,7 +38,13 @@ class Choices(Options):
     decode_attention_backend: Name | None = Field(None, description="the backend of the decode phase")
     page_size: PageSize | None = Field(None, description="tokens per KV page [default: negotiated]")
     kv_layout: Name | None = Field(None, description="the arrangement of a page's bytes [default: negotiated]")
+    graph: Mode = Field("auto", description="decode steps are device graphs: where a backend can, always, or never")
     cascade: Mode = Field("auto", description="decoding reads shared prefixes once: where it pays, always, or never")
+    expand_from: Annotated[int, Field(ge=2)] | None = Field(
+        None, description="new tokens from which a row's latent attention is expanded [default: by the model's shape]"
+    )
+    profile: bool = Field(True, description="rank backends by what `tune` measured on this machine, where it did")
+    profile_file: Path | None = Field(None, description="the profile to use [default: that of this device and model]")
     decision: Path | None = Field(None, description="pin the outcome that `explain --json` wrote to this file")
 
     def policy(self, origins: Mapping[str, str] = MappingProxyType({})) -> Policy:
@@ -54,7 +60,9 @@ class Choices(Options):
             origins={scope: origins[field] for scope, field in fields.items() if field in origins},
             page_size=self.page_size,
             kv_layouts={"all": self.kv_layout} if self.kv_layout else {},
+            graph=self.graph,
             cascade=self.cascade,
+            expand_from=self.expand_from,
         )
 
 
@@ -63,6 +71,12 @@ class Limits(Options):
 
     max_batch: Count = Field(32, description="requests that run at once")
     kv_tokens: Count | None = Field(None, description="tokens the KV cache holds [default: what memory allows]")
+    mixed: Literal["auto", "extend", "split"] = Field(
+        "auto", description="prompts and decoding rows of a step run in one segment, or split by phase"
+    )
+    graph_sizes: Annotated[tuple[Count, ...], Field(strict=False)] = Field(
+        GRAPH_SIZES, description="rows of the decode steps to capture, up to --max-batch, which always is"
+    )
     backend_option: Mapping[Name, Mapping[str, Any]] = Field(
         default_factory=dict, description="a backend's own setting, as NAME.KEY=VALUE"
     )
@@ -72,6 +86,9 @@ METAVARS = {str: "TEXT", int: "N", float: "X", Path: "PATH"}
 
 Config = Annotated[
     Path | None, typer.Option("--config", metavar="PATH", help="configuration file [default: found from here upward]")
+]
+AssumeGPU = Annotated[
+    str | None, typer.Option(metavar="GPU", help="decide for this GPU, such as h200, whether or not it is here")
 ]
 JSON = Annotated[bool, typer.Option("--json", help="print a JSON document")]
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from headstock.cli.hardware import Hardware
+from headstock.bench.machine import Machine, packages
+from headstock.bench.profile import default_file, judge
+from headstock.cli.hardware import Hardware, parse_device
 from headstock.cli.options import flag_name
 from headstock.cli.settings import Settings
 from headstock.decision import Decision, check_pin
@@ -16,6 +18,7 @@ from headstock.models.config import ModelConfig
 from headstock.models.embedded import embedded_model
 from headstock.models.folder import is_gguf
 from headstock.models.gguf_header import GGUFHeader
+from headstock.models.record import read_json
 from headstock.offer import describe_validation_error
 from headstock.plugins import discover
 from headstock.policy import Policy
@@ -24,16 +27,33 @@ from headstock.runner.requirements import requirements
 
 
 def model_config(model: Path) -> ModelConfig:
-    """The config of a Hugging Face folder or a GGUF file; raises ModelError where there is none."""
+    """The config of a Hugging Face folder, a config.json or a GGUF file; raises ModelError where there is none."""
     if is_gguf(model):
         return ModelConfig.from_hf(GGUFHeader(model).config() | {"dtype": "bfloat16"})  # it names none: quantised
+    if model.suffix == ".json":
+        return ModelConfig.from_hf(read_json(model))
     return ModelConfig.from_folder(model)
 
 
-def question(settings: Settings, hardware: Hardware) -> tuple[list[Requirement], Policy]:
-    """The requirements and the policy that choices come to; raises HeadstockError where they cannot be met by any."""
+def asked_hardware(settings: Settings, assume_gpu: str | None) -> Hardware:
+    """The device of a run, or the GPU that is assumed in its place; HeadstockError where the two contradict."""
+    if assume_gpu is None:
+        return Hardware.here(settings.choices.device)
+    if parse_device(settings.choices.device)[0] not in ("auto", "cuda"):
+        given = f"{assume_gpu} and {settings.origins['device']} {settings.choices.device}"
+        raise HeadstockError("--assume-gpu contradicts the device", given=given, works="one of them")
+    return Hardware.assumed(assume_gpu)
+
+
+def question(
+    settings: Settings, hardware: Hardware, config: ModelConfig | None = None
+) -> tuple[list[Requirement], Policy]:
+    """The requirements and the policy that choices come to; raises HeadstockError where they cannot be met by any.
+
+    The model is that of `config` where it is given.
+    """
     choices = settings.choices
-    config = model_config(choices.model or embedded_model())
+    config = config or model_config(choices.model or embedded_model())
     if choices.max_context and choices.max_context > config.max_context:
         works = f"at most {config.max_context}, the model's own"
         origin = settings.origins.get("max_context", flag_name("max_context"))
@@ -46,14 +66,42 @@ def question(settings: Settings, hardware: Hardware) -> tuple[list[Requirement],
         dtype=dtype,
         kv_dtype=None if choices.kv_dtype == "auto" else choices.kv_dtype,
         max_context=choices.max_context,
+        graph=choices.graph,
         cascade=choices.cascade,
     )
-    policy = choices.policy(settings.origins)
+    policy = profiled(choices.policy(settings.origins), settings, hardware, needs)
     if choices.decision is None:
         return needs, policy
     pinned = read_decision(choices.decision)
     check_pin(pinned, needs)
     return needs, pinned.pin(policy, discover())
+
+
+def profiled(policy: Policy, settings: Settings, hardware: Hardware, needs: list[Requirement]) -> Policy:
+    """`policy` with what was measured on this machine for this model, if it was, and what to know of it.
+
+    What was measured by batch size may then be served by batch size.
+    """
+    choices = settings.choices
+    if not choices.profile:
+        if choices.profile_file is not None:
+            raise HeadstockError("--no-profile contradicts --profile-file", given=choices.profile_file)
+        return policy
+    machine, file = machine_of(hardware, choices.device), choices.profile_file
+    if file is None:
+        file = default_file(machine, needs)
+        if not file.exists():
+            return policy
+    judged = judge(file, machine, packages(discover()), needs)
+    notices = (judged.notice,) if judged.notice else ()
+    return policy.model_copy(update={"profile": judged.measurements, "by_batch": True, "notices": notices})
+
+
+def machine_of(hardware: Hardware, device: str) -> Machine:
+    """The machine as profiles name it; one that is only assumed has its name alone."""
+    if hardware.assumed_only:
+        return Machine(hardware.name, "")
+    return Machine.here(hardware.device, parse_device(device)[1])
 
 
 def read_decision(file: Path) -> Decision:

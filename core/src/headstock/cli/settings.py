@@ -17,7 +17,7 @@ from headstock.files import read_toml
 from headstock.offer import canonical, describe_validation_error
 
 RECORDS: tuple[type[BaseModel], ...] = (Choices, Limits, SamplingParams)
-PATHS = ("model", "decision")  # relative to the file that names them
+PATHS = ("model", "decision", "profile_file")  # relative to the file that names them
 Record = TypeVar("Record", bound=BaseModel)
 
 

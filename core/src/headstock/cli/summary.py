@@ -17,8 +17,8 @@ def tell_choice(settings: Settings, runner: ModelRunner) -> None:
     """What was asked for, who serves each role and why, and what memory goes to."""
     served: dict[str, list[str]] = {}
     for choice in runner.decision.choices:
-        for winner in choice.winners:
-            served.setdefault(f"{winner.backend} ({winner.source}), {winner.why}", []).append(choice.requirement.where)
+        for share, winner in choice.shares(runner.limits.max_batch):
+            served.setdefault(f"{winner.backend} ({winner.source}), {winner.why}", []).append(share)
     needs = [choice.requirement for choice in runner.decision.choices if choice.requirement.cached]
     caches = dict.fromkeys(f"page size {need.page_size}, {need.kv_layout}, {need.kv_dtype}" for need in needs)
     if asked := settings.asked():
@@ -27,6 +27,8 @@ def tell_choice(settings: Settings, runner: ModelRunner) -> None:
         note(f"{', '.join(roles)}: {who}")
     note(f"KV cache: {'; '.join(caches)}")
     note(f"memory: {', '.join(' '.join(line.split()) for line in runner.memory.lines())}")
+    if runner.graphs is not None:
+        note(f"graphs: {runner.graphs.cost()}")
 
 
 def tell_notices(notices: Iterable[str]) -> None:
@@ -43,7 +45,7 @@ def describe(stats: EngineStats, seconds: float) -> str:
 
 
 def tell_speed(stats: EngineStats) -> None:
-    """Tokens per second by phase. The first token of an answer counts as the prompt's."""
+    """Tokens per second by phase, and what an answer waited. Its first token counts as the prompt's."""
     phases = [
         ("prompt", stats.prefill_tokens, stats.prefill_seconds),
         ("output", stats.decode_tokens, stats.decode_seconds),
@@ -51,4 +53,9 @@ def tell_speed(stats: EngineStats) -> None:
     said = [f"{name} {tokens} tokens, {tokens / seconds:.1f} tokens/s" for name, tokens, seconds in phases if seconds]
     if stats.cached_tokens:
         said.append(f"{stats.cached_tokens} prompt tokens from the prefix cache")
+    if stats.next_token.count:
+        first, following = stats.first_token.mean, stats.next_token.mean * 1e3
+        said.append(f"the first token after {first:.2f} s, then one every {following:.0f} ms")
+    if stats.preemptions:
+        said.append(f"{stats.preemptions} preemptions: the cache is small for so many at once")
     note("; ".join(said))

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -85,6 +85,16 @@ def progress(shown: bool) -> Iterator[Report | None]:
             bars.update(tasks[what], completed=done, total=total, said=said)
 
         yield report
+
+
+def measuring(report: Report | None) -> Callable[[str, int, int], None]:
+    """What a measurement calls with a workload's name, steps done and steps in all; draws where there is a report."""
+
+    def tell(what: str, done: int, total: int) -> None:
+        if report is not None:
+            report("measuring", done, total, what)
+
+    return tell
 
 
 def note(text: str) -> None:

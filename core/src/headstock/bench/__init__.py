@@ -1,0 +1,1 @@
+"""Measuring attention on this machine: workloads, timing, reports, and the profile that negotiation reads."""

@@ -1,0 +1,39 @@
+"""The kernels behind a decision: what the chosen backends say that they run, on a few sizes, with a device at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from headstock.bench.report import kernel
+from headstock.bench.stand import Contestant, Scenes
+from headstock.bench.workload import parse
+from headstock.decision import Decision
+from headstock.device import Device
+from headstock.models.config import ModelConfig
+from headstock.offer import Candidate
+from headstock.plugins import describe_fault, stdout_to_stderr
+from headstock.runner.requirements import layer_groups
+
+SIZES = {"decode": "decode:{1,32}x1024", "extend": "extend:1x512"}
+
+
+@torch.inference_mode()
+def kernels(decision: Decision, config: ModelConfig, candidates: Iterable[Candidate], device: Device) -> Iterator[str]:
+    """A line for each role, winner and size; or why a winner tells nothing."""
+    by_name = {each.name: each for each in candidates if each.usable}
+    shapes = {group: config.layers[layers[0]] for group, layers in layer_groups(config).items()}
+    for choice in decision.choices:
+        need = choice.requirement
+        for winner in choice.winners if need.cached else ():
+            beyond = [f"decode:{each.max_batch + 1}x1024" for each in choice.winners if each.max_batch]
+            for load in (each for each in parse([SIZES[need.phase], *beyond]) if choice.winner(each.rows) is winner):
+                contestant = Contestant(by_name[winner.backend], need, shapes[choice.group])
+                try:
+                    with stdout_to_stderr():
+                        stand = Scenes(device, by_name.values(), cold_bytes=0).stand(contestant, load)
+                    told = kernel(stand.described) or "it does not describe its kernel"
+                except Exception as error:
+                    told = describe_fault(error).what
+                yield f"{need.where}, {load.name}: {winner.backend}: {told}"

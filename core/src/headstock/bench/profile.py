@@ -1,0 +1,163 @@
+"""A profile: what `headstock tune` measured on one machine for one shape of model, as a file that says of what it is.
+
+It is used for nothing else. Torch-free: `explain` reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headstock.bench.machine import Machine, changed
+from headstock.errors import HeadstockError
+from headstock.files import read_text
+from headstock.models.cache import default_cache_dir
+from headstock.offer import describe_validation_error
+from headstock.policy import Measurement, PageSize
+from headstock.requirement import Requirement
+
+AGAIN = "headstock tune"
+NO_SHAPE = ("page_size", "kv_layout", "wishes", "max_context", "cascade", "graph")
+"""Fields of a requirement that are settled or wished for, and no part of a model's shape."""
+
+Count = Annotated[int, Field(ge=1)]
+Shape = tuple[dict[str, Any], ...]
+Key = tuple[str, str, str, PageSize | None, str | None]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Point(_Record):
+    """Seconds that one layer took: a backend in one role on one workload, under one KV configuration.
+
+    They are the lower quartile of the samples, since what disturbs a machine only adds to them. `plan` is a layer's
+    share of what the host planned before. `batch` are rows, `tokens` new ones of all rows, `context` the keys of a row;
+    `spread` is the middle half of the samples as a part of their median.
+    """
+
+    group: str
+    role: str
+    backend: str
+    page_size: PageSize | None
+    kv_layout: str | None
+    batch: Count
+    tokens: Count
+    context: Count
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    plan: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    spread: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+
+class Profile(_Record):
+    """Points of one device, with the driver, the package versions and the shape that they are of."""
+
+    version: Literal[1] = 1
+    device: str
+    driver: str
+    packages: Mapping[str, str]
+    shape: Shape
+    points: tuple[Point, ...]
+
+    def measurements(self) -> tuple[Measurement, ...]:
+        """The points as negotiation takes them: in decoding a bucket per batch size, elsewhere one for all.
+
+        A bucket reaches from the batch measured before it up to its own, the last one up to any; contexts count alike.
+        What was measured on fewer workloads than others of its role is left out, since it could not be compared.
+        """
+        keys: dict[Key, dict[tuple[int, int, int], Point]] = {}
+        for point in self.points:
+            key = (point.group, point.role, point.backend, point.page_size, point.kv_layout)
+            keys.setdefault(key, {})[point.batch, point.tokens, point.context] = point
+        found = []
+        for key, points in keys.items():
+            most = max(len(others) for other, others in keys.items() if other[:2] == key[:2])
+            if len(points) == most:
+                found += list(_buckets(key, list(points.values())))
+        return tuple(found)
+
+
+def _buckets(key: Key, points: list[Point]) -> Iterable[Measurement]:
+    sizes: list[int | None] = [*sorted({point.batch for point in points})] if key[1] == "decode" else [None]
+    for size in sizes:
+        own = [point for point in points if size is None or point.batch == size]
+        seconds, tokens = fmean(point.seconds + point.plan for point in own), fmean(point.tokens for point in own)
+        yield Measurement(*key, seconds, None if size == sizes[-1] else size, round(tokens))
+
+
+class Judged(NamedTuple):
+    """What a profile is good for here: its measurements, none where it is ignored, and what the user should know."""
+
+    measurements: tuple[Measurement, ...] = ()
+    notice: str = ""
+
+
+def shape_of(needs: Sequence[Requirement]) -> Shape:
+    """What a profile's figures depend on of a model: heads, sizes, dtypes, windows, layers, per group and role."""
+    return tuple(json.loads(need.model_dump_json(exclude=set(NO_SHAPE)))
+                 for need in needs)  # fmt: skip
+
+
+def default_file(machine: Machine, needs: Sequence[Requirement], folder: Path | None = None) -> Path:
+    """Where the profile of this device and shape lies; each has a file of its own."""
+    told = json.dumps([machine.device, shape_of(needs)], sort_keys=True)
+    name = hashlib.sha256(told.encode()).hexdigest()[:16]
+    return (folder or default_cache_dir() / "profiles") / f"{name}.json"
+
+
+def save(profile: Profile, file: Path) -> None:
+    """Writes a profile whole or not at all; HeadstockError where the file cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(prefix=file.name, dir=file.parent)
+        with open(handle, "w", encoding="utf-8") as out:
+            out.write(profile.model_dump_json(indent=1) + "\n")
+        os.replace(part, file)
+    except OSError as error:
+        raise HeadstockError(f"cannot write {file}: {error.strerror}", works="--profile-file with another") from None
+
+
+def read(file: Path) -> Profile:
+    """The profile in a file; HeadstockError, saying what is wrong with it, for anything else."""
+    works = "what headstock tune writes"
+    text = read_text(file, works)
+    try:
+        return Profile.model_validate_json(text)
+    except ValidationError as error:
+        reason = describe_validation_error(error)[:200]
+        raise HeadstockError(f"{file} is no profile: {reason}", works=works, type=AGAIN) from None
+
+
+def judge(file: Path, machine: Machine, packages: Mapping[str, str], needs: Sequence[Requirement]) -> Judged:
+    """What the profile in `file` tells about a model on this machine, if it is of both.
+
+    It is ignored, by name and with the reason, where it cannot be read, is of another device, shape or package version;
+    another driver is only warned of.
+    """
+    try:
+        profile = read(file)
+    except HeadstockError as error:
+        return Judged(notice=f"the profile is ignored: {error.what}; type: {AGAIN}")
+    reasons = []
+    if profile.device != machine.device:
+        reasons.append(f"it is of {profile.device}, this is {machine.device}")
+    if profile.shape != shape_of(needs):
+        reasons.append("it is of a model of another shape")
+    if moved := changed(profile.packages, packages):
+        reasons.append(f"packages have changed since: {', '.join(moved)}")
+    if reasons:
+        return Judged(notice=f"the profile {file} is ignored: {'; '.join(reasons)}; type: {AGAIN}")
+    notice = ""
+    if profile.driver != machine.driver:
+        was = f"{profile.driver or 'unknown'} → {machine.driver or 'unknown'}"
+        notice = f"the profile {file} is of another driver ({was}) and used all the same; type: {AGAIN}"
+    return Judged(profile.measurements(), notice)

@@ -1,0 +1,96 @@
+"""`headstock tune`: measures what could serve a model here, so that negotiation ranks by figures of this machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headstock.bench.profile import default_file
+from headstock.bench.workload import parse
+from headstock.cli.hardware import Hardware
+from headstock.cli.options import JSON, Choices, Limits, takes
+from headstock.cli.question import machine_of, model_config, question
+from headstock.cli.settings import Settings
+from headstock.cli.tables import document, measuring, note, paragraphs, progress, table
+from headstock.errors import HeadstockError
+from headstock.models.embedded import embedded_model
+from headstock.negotiate import negotiate
+from headstock.plugins import discover
+from headstock.render import explain as account
+
+if TYPE_CHECKING:
+    from headstock.bench.profile import Point
+
+Budget = Annotated[str, typer.Option(metavar="TIME", help="stop measuring after this long: 60s, 5m")]
+Grid = Annotated[
+    list[str] | None, typer.Option(metavar="WORKLOAD", help="what to measure, as for bench [default: by --max-batch]")
+]
+
+
+@takes(Choices, Limits)
+def tune(settings: Settings, budget: Budget = "60s", grid: Grid = None, json: JSON = False) -> None:
+    """Measures the backends that can serve a model on this machine, and keeps the figures as a profile.
+
+    From then on negotiation ranks by them. The profile is of this device, this shape of model and these versions of
+    packages, and is used for no others. What is fixed by flags or the configuration file is all that is measured.
+    """
+    from headstock.bench.tune import Tuner, default_grid, parse_budget
+
+    seconds, choices = parse_budget(budget), settings.choices
+    if not choices.profile:
+        raise HeadstockError("--no-profile contradicts tune, which writes one", works="--profile-file for another")
+    config = model_config(choices.model or embedded_model())
+    hardware = Hardware.here(choices.device)
+    settings_without = Settings(choices.model_copy(update={"profile": False, "profile_file": None}), settings.limits,
+                                settings.sampling, settings.file, settings.origins)  # fmt: skip
+    needs, policy = question(settings_without, hardware, config)
+    loads = (
+        parse(grid) if grid else default_grid(settings.limits.max_batch, needs[0].max_context, needs[0].device == "cpu")
+    )
+    if shared := [load.name for load in loads if load.shared]:
+        raise HeadstockError("tune measures no shared prefixes", given=shared[0], works="decode and extend")
+
+    from headstock.bench.profile import save
+    from headstock.device import Device
+
+    machine, candidates = machine_of(hardware, choices.device), discover()
+    file = choices.profile_file or default_file(machine, needs)
+    tuner = Tuner(
+        config, needs, candidates, policy, Device.open(choices.device), options=settings.limits.backend_option
+    )
+    with progress(not json and sys.stderr.isatty()) as report:
+        tuned = tuner.run(loads, seconds, measuring(report))
+    profile = tuner.profile(tuned, machine)
+    save(profile, file)
+    measured = {"profile": profile.measurements(), "by_batch": True}
+    decision = negotiate(needs, candidates, policy.model_copy(update=measured))
+    if json:
+        document(file=str(file), measured=tuned.measured, left=tuned.left, failures=list(tuned.failures.values()),
+                 profile=profile.model_dump(mode="json"), decision=decision.model_dump(mode="json"))  # fmt: skip
+        return
+    table(
+        ("role", "workload", "backend", "page", "a layer", "its plan", "spread"),
+        [_row(p) for p in _ordered(tuned.points)],
+    )
+    paragraphs(["", *account(decision)])
+    for failure in tuned.failures.values():
+        note(f"notice: not measured any further: {failure}")
+    if tuned.left:
+        note(f"notice: {tuned.left} of {tuned.left + tuned.measured} workloads were left out; --budget gives more time")
+    note(f"profile: {file}")
+
+
+def _ordered(points: list[Point]) -> list[Point]:
+    return sorted(points, key=lambda p: (p.role, p.group, p.batch, p.tokens, p.context, p.seconds + p.plan))
+
+
+def _row(point: Point) -> list[str]:
+    from headstock.bench.report import duration
+
+    where = point.role if point.group == "all" else f"{point.role} ({point.group})"
+    new = point.tokens // point.batch
+    lengths = f"{point.batch}x{point.context}" if new == 1 else f"{point.batch}x{new}+{point.context - new}"
+    page = f"{point.page_size} {point.kv_layout}"
+    return [where, lengths, point.backend, page, duration(point.seconds), duration(point.plan), f"{point.spread:.0%}"]
