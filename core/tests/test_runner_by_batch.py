@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from pydantic import ValidationError
 
 from headstock import GraphFallback, ModelRunner, Offer, WorkspaceBytes
@@ -160,9 +163,12 @@ def test_who_serves_more_rows_than_there_can_be_is_not_loaded():
     assert len(lone.decision.choice("all", "decode").winners) == 2
 
 
-def test_a_mixed_step_is_split_where_another_backend_decodes_some_rows():
-    assert runner(by_batch()).mixed == "split"
-    assert runner(Policy(page_size=4)).mixed == "extend"
+def test_a_mixed_step_is_split_on_a_cpu_and_where_another_backend_decodes_some_rows(monkeypatch):
+    assert runner(by_batch()).mixed == runner(Policy(page_size=4)).mixed == "split"
+    ours = [runner(by_batch()), runner(Policy(page_size=4))]
+    for each in ours:
+        monkeypatch.setattr(each, "device", replace(each.device, torch=torch.device("meta")))
+    assert [each._split() for each in ours] == ["split", "extend"]
 
 
 # Prefixes that rows share

@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstock import ForwardBatch, HeadstockError, Workspace
 from headstock.testing.problem import Problem, make_problem
+from headstock.testing.rig import Rig
 from headstock_torch_native import attention_backends
+from headstock_torch_native import plan as plan_module
 from headstock_torch_native.backend import TorchNative
-from headstock_torch_native.plan import CHUNK_ELEMENTS, plan
+from headstock_torch_native.plan import CHUNK_ELEMENTS, _cut, plan
 
 SYNCS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "item", "is_nonzero"}
 NONE = Workspace(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8))
@@ -173,3 +177,31 @@ def test_the_offer_covers_both_phases_and_both_kinds():
     assert (decode.phases, decode.host_lengths) == ({"decode"}, "bound")
     assert extend.attention == decode.attention == {"paged", "ragged"}
     assert [record.attention for record in latent] == [{"mla"}, {"mla"}]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"window": 3}, {"softcap": 5.0, "sinks": True}, {"alibi": True, "lse": True}, {"query_len": 2, "lse": True},
+     {"attention": "mla", "num_kv_heads": 1, "head_dim": 24, "v_head_dim": 16}],
+    ids=["plain", "window", "softcap", "lse", "two-tokens", "latent"],
+)  # fmt: skip
+def test_rows_of_other_lengths_may_be_blocks_of_their_own(monkeypatch, fields):
+    fields = dict(fields)
+    n = fields.pop("query_len", 1)
+    lens = [40, 3, 38, 4, 17, 2, 40]
+    problem = make_problem([n] * len(lens), lens, phase="decode", **fields)
+    monkeypatch.setattr(plan_module, "BLOCK_BYTES", {"cpu": 1})
+    rig = Rig(TorchNative, problem.spec)
+    problem.compare(rig.run(problem))
+    rig.plan(problem.batch)
+    blocks = problem.batch.metadata
+    assert len(blocks) > 1
+    assert sorted(token for block in blocks for token in block.apart.tolist()) == list(range(n * len(lens)))
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=30), st.integers(0, 1000))
+def test_a_cut_has_every_row_once_and_no_block_wastes_more_than_it_costs(lengths, cost):
+    blocks = _cut(lengths, cost)
+    assert sorted(row for rows in blocks for row in rows) == list(range(len(lengths)))
+    for rows in blocks:
+        assert sum(lengths[rows[0]] - lengths[row] for row in rows) <= cost

