@@ -61,8 +61,9 @@ class ModelRunner:
     `dtype`, also as torch has it, and `kv_dtype` are torch names or "auto"; `max_batch` rows, `max_tokens` tokens per
     forward, `max_context` tokens per request and `kv_tokens` tokens in the cache bound memory. A step of both single
     tokens and longer rows is one EXTEND segment, or with `mixed="split"` a DECODE and an EXTEND segment; "auto" splits
-    on a CPU, and where another backend decodes. Decode steps are captured as device graphs of `graph_sizes` rows, by default a dozen
-    sizes, and always of `max_batch`; `graphs` holds them, or is None. `notices` collects what the user should know.
+    on a CPU, and where another backend decodes. Decode steps are captured as device graphs of `graph_sizes` rows, by
+    default a dozen sizes, and always of `max_batch`; `graphs` holds them, or is None. `notices` collects what the user
+    should know.
     """
 
     def __init__(
