@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,9 +13,10 @@ from tokenizers import Tokenizer as Vocabulary
 from tokenizers import decoders, models
 
 from headstock import ModelRunner
+from headstock.cli.summary import describe
 from headstock.engine.engine import Engine
 from headstock.engine.sampling import SamplingParams
-from headstock.engine.stats import BOUNDS, Latency, Stopwatch
+from headstock.engine.stats import BOUNDS, EngineStats, Latency, Stopwatch
 from headstock.engine.tokenizer import Tokenizer
 from headstock.errors import HeadstockError
 from headstock.models.config import ModelConfig
@@ -148,3 +150,21 @@ def test_a_disk_that_is_full_ends_a_trace_and_no_request(make):
         assert engine.stats.finished == {"length": 1}
         assert engine.runner.notices[-1] == "the record of forwards ends, /dev/full: No space left on device"
         assert len([notice for notice in engine.runner.notices if "record" in notice]) == 1
+
+
+def test_a_running_engine_is_told_in_a_line_with_what_matters_first():
+    none = {"steps": 0, "prefill_tokens": 0, "prefill_seconds": 0.0, "decode_tokens": 0, "decode_seconds": 0.0}
+    held = {"running": 2, "waiting": 3, "pages": 10, "free_pages": 4, "cached_pages": 5}
+    idle = EngineStats(
+        **none, cached_tokens=0, preemptions=0, finished={}, first_token=Latency(), next_token=Latency(), **held
+    )
+    assert describe(idle, 0.0) == "0 tokens/s, 2 run, 3 wait, 60% full"
+    first, following = Stopwatch(), Stopwatch()
+    first.add(0.5)
+    following.add(0.02)
+    busy = replace(
+        idle, prefill_tokens=30, cached_tokens=10, decode_tokens=50, preemptions=1,
+        first_token=first.latency, next_token=following.latency,
+    )  # fmt: skip
+    told = "25 tokens/s, 2 run, 3 wait, 25% cached, 60% full, 1 preempted, first 0.50 s, next 20 ms"
+    assert describe(busy, 2.0) == told

@@ -38,10 +38,21 @@ def tell_notices(notices: Iterable[str]) -> None:
 
 
 def describe(stats: EngineStats, seconds: float) -> str:
-    """A running engine in a line: the answers' tokens per second so far, and who runs, waits and was helped."""
+    """A running engine in a line, the first things first, since a terminal may cut it.
+
+    The answers' tokens per second so far; who runs, waits and was helped by the prefix cache; how full the cache is;
+    preemptions; the mean time to a first token and between tokens.
+    """
     rate = stats.decode_tokens / seconds if seconds else 0.0
-    said = f"{rate:.0f} tokens/s, {stats.running} run, {stats.waiting} wait"
-    return f"{said}, {stats.hit_rate:.0%} cached" if stats.cached_tokens else said
+    said = [f"{rate:.0f} tokens/s, {stats.running} run, {stats.waiting} wait"]
+    if stats.cached_tokens:
+        said.append(f"{stats.hit_rate:.0%} cached")
+    said.append(f"{1 - stats.free_pages / stats.pages:.0%} full")
+    if stats.preemptions:
+        said.append(f"{stats.preemptions} preempted")
+    if stats.next_token.count:
+        said.append(f"first {stats.first_token.mean:.2f} s, next {stats.next_token.mean * 1e3:.0f} ms")
+    return ", ".join(said)
 
 
 def tell_speed(stats: EngineStats) -> None:

@@ -73,9 +73,11 @@ def progress(shown: bool) -> Iterator[Report | None]:
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.table import Column
 
-    described, said = TextColumn("{task.description:<15}"), TextColumn("{task.fields[said]}")
-    columns = (described, BarColumn(bar_width=12), MofNCompleteColumn(), said)  # all of it in 80 columns
+    described = TextColumn("{task.description:<15}")
+    said = TextColumn("{task.fields[said]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+    columns = (described, BarColumn(bar_width=12), MofNCompleteColumn(), said)
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, Any] = {}
 
