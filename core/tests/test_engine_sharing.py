@@ -234,10 +234,8 @@ def test_where_they_cost_more_than_they_save_there_are_none(make, cascade, has_l
         assert any(batch.shared_levels for batch in decoded(engine, "all")) == has_levels
 
 
-@pytest.mark.parametrize(
-    ("order", "runs"), [([0, 1, 2, 3, 4], [0, 3, 5]), ([4, 2, 0, 3, 1], [0, 3, 5]), ([1, 4, 3, 2, 0], [0, 2, 5])]
-)
-def test_logits_come_back_in_the_order_of_the_rows_that_were_given(make, order, runs):
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1, 4, 3, 2, 0]])
+def test_logits_come_back_in_the_order_of_the_rows_that_were_given(make, order):
     prompt, own = prompt_of(8), [prompt_of(2, seed) for seed in range(5)]
 
     def logits(cascade, order):
@@ -258,7 +256,7 @@ def test_logits_come_back_in_the_order_of_the_rows_that_were_given(make, order, 
             return result, seen
 
     given, seen = logits("on", order)
-    assert [level.row_indptr.tolist() for level in seen.shared_levels] == [runs]
+    assert [level.row_indptr.tolist() for level in seen.shared_levels] == [[0, 2, 5]]
     expected, plain = logits("off", list(range(5)))
     assert not plain.shared_levels
     torch.testing.assert_close(given, expected[order], rtol=1e-4, atol=1e-4)

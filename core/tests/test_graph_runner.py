@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,9 @@ CONFIG = ModelConfig.from_hf(
 class Machine:
     """A tiny model over one paged cache, every slot's pages dealt beforehand, run eagerly or by graphs."""
 
-    def __init__(self, backend: type[Specimen] = Specimen, sizes: tuple[int, ...] = (1, 2, 4), device: str = "cpu"):
+    def __init__(
+        self, backend: type[Specimen] = Specimen, sizes: tuple[int | GraphBucket, ...] = (1, 2, 4), device: str = "cpu"
+    ):
         width = CONTEXT // PAGE
         self.table = torch.zeros(SLOTS + 1, width, dtype=torch.int32, device=device)
         self.table[:SLOTS] = torch.randperm(SLOTS * width).view(SLOTS, width) + 1
@@ -48,7 +51,8 @@ class Machine:
             "page_size": PAGE,
             "max_context": CONTEXT,
         }
-        self.spec: BackendSpec = make_spec({**fields, "graph_buckets": tuple(GraphBucket(size) for size in sizes)}, [1])
+        buckets = tuple(size if isinstance(size, GraphBucket) else GraphBucket(size) for size in sizes)
+        self.spec: BackendSpec = make_spec({**fields, "graph_buckets": buckets}, [1])
         self.backend = backend(self.spec, Workspace(torch.zeros(0), torch.zeros(0)))
         self.model = Llama(CONFIG, torch.float32, device)
         self.model.init_random()
@@ -153,6 +157,43 @@ def test_a_backend_that_cannot_be_captured_is_named_and_runs_eagerly(backend, sa
     [fallback] = machine.graphs.fallbacks
     assert fallback.kind == "capture"
     assert said in fallback.reason
+
+
+class Unready(Specimen):
+    """A backend that does not get the memory that its graphs want."""
+
+    def init_cuda_graph_state(self, batches) -> None:
+        raise MemoryError("no room for 3 sizes")
+
+
+def test_a_backend_that_cannot_get_ready_for_captures_runs_eagerly():
+    machine = Machine(Unready)
+    assert ["no room for 3 sizes" in report.failure for report in machine.graphs.capture()] == [True] * 3
+    assert machine.graphs.step([0], [3], [1]) is None
+    [fallback] = machine.graphs.fallbacks
+    assert fallback == Fallback("capture", "capture of 1 rows of 1 token failed: no room for 3 sizes")
+
+
+def test_few_rows_of_many_tokens_may_be_more_logits_than_many_rows():
+    machine = Machine(sizes=(4, GraphBucket(2, 3)))
+    assert not any(report.failure for report in machine.graphs.capture())
+    slots, lens, tokens = [2, 0], [3, 3], [*range(1, 7)]
+    got = machine.graphs.step(slots, lens, tokens)
+    assert got is not None
+    torch.testing.assert_close(got.logits, machine.eager(slots, lens, tokens), atol=1e-5, rtol=0)
+
+
+def test_nothing_is_collected_while_anything_is_captured(monkeypatch):
+    collecting, capture = [], Device.capture
+
+    def watched(self, run, pool=None):
+        collecting.append(gc.isenabled())
+        return capture(self, run, pool)
+
+    monkeypatch.setattr(Device, "capture", watched)
+    Machine().graphs.capture()
+    assert collecting == [False] * 6, "three sizes, and what refreshes the buffers of each"
+    assert gc.isenabled()
 
 
 def test_a_backend_with_stale_lengths_is_caught_by_comparing_with_an_eager_step():

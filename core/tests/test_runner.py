@@ -553,8 +553,8 @@ def test_a_step_that_makes_no_sense_is_refused_before_it_runs(folder):
         ([two, two], [[1], [2]], HeadstockError, "distinct slots"),
         ([one, two], [[1]], HeadstockError, "distinct slots"),
         ([two], [[]], HeadstockError, "distinct slots"),
-        ([one, two], [[1], []], HeadstockError, "query length"),
-        ([one, two], [[1] * 16, [1] * 15], HeadstockError, "1…30 tokens"),
+        ([one, two], [[1], []], HeadstockError, "distinct slots"),
+        ([one, two], [[1] * 16, [1] * 15], HeadstockError, "1…30 in all"),
         ([3], [[1]], HeadstockError, "no request is open"),
         ([two, one], [[1] * 9, [1, 2]], RequestError, "21 tokens in a context of 20"),
     ]:

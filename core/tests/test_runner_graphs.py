@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from types import ModuleType
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from headstock import ForwardBatch, ModelRunner, Offer, discover, hookimpl
 from headstock.backend import GraphBucket
+from headstock.device import Device
 from headstock.engine.engine import Engine
 from headstock.engine.sampling import SamplingParams
 from headstock.engine.tokenizer import Tokenizer
@@ -208,6 +209,47 @@ def test_logits_are_to_keep_and_those_of_a_step_are_until_the_next():
     assert not torch.equal(first, done.logits)
 
 
+def test_as_many_tokens_as_rows_are_no_decode_step_where_a_row_has_none():
+    ours = runner()
+    slots = [ours.pages.open() for _ in range(2)]
+    ours.forward(slots, [[1, 2], [3, 4]])
+    with pytest.raises(HeadstockError, match="1 or more of each"):
+        ours.step(slots, [[], [5, 6]])
+    assert [ours.pages.length(slot) for slot in slots] == [2, 2]
+    assert not ours.graphs.replays
+
+
+class Placed(Specimen):
+    """A backend whose kernels go to whichever device is active, as those of Triton do."""
+
+    active = 0
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        assert Placed.active == 1, "planned on another device"
+        super().init_forward_metadata(batch)
+
+    def forward(self, q, k, v, layer, batch: ForwardBatch, *, out, lse=None) -> None:
+        assert Placed.active == 1, "run on another device"
+        super().forward(q, k, v, layer, batch, out=out, lse=lse)
+
+
+def test_all_that_a_backend_does_is_done_while_its_device_is_the_active_one(monkeypatch):
+    @contextmanager
+    def active(self):
+        Placed.active += 1
+        yield
+        Placed.active -= 1
+
+    monkeypatch.setattr(Device, "active", active)
+    ours = runner(offers=[Offer(name="placed", backend=Placed, capabilities=OFFER.capabilities)])
+    assert not ours.notices
+    slot = ours.pages.open()
+    ours.forward([slot], [[1, 2]])
+    ours.forward([slot], [[3]])
+    assert ours.graphs.replays == {GraphBucket(1): 1}
+    assert Placed.active == 0
+
+
 def test_graphs_are_a_wish_on_a_gpu_and_on_a_cpu_only_when_asked_for():
     assert runner(graph="auto").graphs is None
     plain = Offer(
@@ -253,6 +295,7 @@ def test_memory_for_graphs_is_planned_before_the_cache():
     assert runner(graph="off").memory.graphs == 0
     ours = runner()
     assert ours.memory.graphs > 0
+    assert runner(page_size=1).memory.graphs > ours.memory.graphs, "tables of four times as many pages"
     assert any(line.startswith("graphs") for line in ours.memory.lines())
 
 

@@ -103,6 +103,13 @@ def test_two_levels_of_six_rows():
     assert sharing.levels(3, 7) == ()
 
 
+def test_rows_that_share_nothing_make_one_run():
+    """A captured level has room for so many runs."""
+    sharing = Sharing([[7], [1], [8], [2], [1], [], [2]])
+    assert sharing.order == [1, 4, 3, 6, 0, 2, 5]
+    assert sharing.levels(1, 0) == (((2, (1,)), (2, (2,)), (3, ())),)
+
+
 def test_prefixes_that_part_too_often_are_cut_off_there():
     rows = 3 * MAX_DEPTH
     chains = [list(range(1, row + 2)) for row in range(rows)]

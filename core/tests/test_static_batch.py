@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,12 +16,12 @@ from headstock.testing.problem import make_spec
 SLOTS, CONTEXT = 6, 32
 
 
-def static_step(n: int = 1, page_size: int = 4) -> tuple[StaticStep, torch.Tensor]:
+def static_step(n: int = 1, page_size: int = 4, device: str = "cpu") -> tuple[StaticStep, torch.Tensor]:
     buckets = tuple(GraphBucket(size, n) for size in (1, 2, 4))
-    spec = make_spec({"graph_buckets": buckets, "page_size": page_size, "max_context": CONTEXT}, [n])
-    table = torch.randint(1, 100, (SLOTS + 1, -(-CONTEXT // page_size)), dtype=torch.int32)
+    fields = {"graph_buckets": buckets, "page_size": page_size, "max_context": CONTEXT, "device": device}
+    table = torch.randint(1, 100, (SLOTS + 1, -(-CONTEXT // page_size)), dtype=torch.int32, device=device)
     table[SLOTS] = 0
-    return StaticStep(Device.open("cpu"), {"all": (spec, GroupPages(table))}), table
+    return StaticStep(Device.open(device), {"all": (make_spec(fields, [n]), GroupPages(table))}), table
 
 
 def test_every_size_is_a_prefix_of_the_same_buffers():
@@ -40,6 +41,17 @@ def test_addresses_and_the_plan_survive_a_fill():
     assert {name: getattr(batch, name).data_ptr() for name in BUFFERS} == before
     assert batch.metadata is plan
     assert (batch.graph, batch.num_real_reqs, batch.num_reqs, batch.max_seq_len) == ("replay", 2, 4, CONTEXT)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, which works while the host goes on")
+def test_a_host_that_runs_ahead_waits_until_what_it_wrote_is_fetched():
+    (static, _), kept = static_step(device="cuda"), []
+    lens = [[5, 9], [6, 10, 3], [7]]
+    for each in lens:
+        torch.cuda._sleep(10**8)  # cycles, so that the host comes back before the device has begun
+        batch = static.fill(GraphBucket(4), range(len(each)), each, "replay")["all"]
+        kept.append(batch.seq_lens.clone())
+    assert [each.tolist() for each in kept] == [each + [1] * (4 - len(each)) for each in lens]
 
 
 @given(st.data())

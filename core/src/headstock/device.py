@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -96,6 +96,10 @@ class Device:
             found = torch.cuda.get_device_properties(device)
             return cls(device, found.name, found.major * 10 + found.minor, found.multi_processor_count)
         return cls(device, name)
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Inside, kernels that are launched by other means than torch's go to this GPU, be it not the first one."""
+        return torch.cuda.device(self.torch) if self.torch.type == "cuda" else nullcontext()
 
     def free_memory(self, root: str | Path = "/") -> int:
         """Bytes that can still be had: what the driver reports, or the least that the system and control groups leave.

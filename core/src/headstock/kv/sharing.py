@@ -73,14 +73,15 @@ class Sharing:
         for row in rows:
             chain = self.chains[row]
             parting.setdefault(chain[begin] if begin < len(chain) else -1, []).append(row)
-        branches = []
+        branches, alone = [], list[int]()
         for page, together in parting.items():
             if page < 0 or len(together) == 1 or not depth:
-                self.order += together
+                alone += together  # last, for between two that share they would be a run of their own
                 continue
             first, end = len(self.order), self._common(together, begin)
             children = self._grow(together, end, depth - 1)
             branches.append(_Branch(first, len(together), end, children))
+        self.order += alone
         return tuple(branches)
 
     def _common(self, rows: Sequence[int], begin: int) -> int:

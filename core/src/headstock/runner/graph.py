@@ -33,6 +33,9 @@ LAYER_BYTES, LIBRARY_BYTES = 1 << 16, 112 << 20
 """What the driver keeps for the kernels of a layer in a graph, and libraries for the stream that captures. On an H200
 graphs of up to 128 rows, four sizes with a level and without, took 192 MiB with Llama-3-8B, 103 of them the libraries',
 and 232 with DeepSeek-V2-Lite, 100 of them theirs."""
+PAGE_BYTES = 64
+"""For each page of the longest row, times rows: its number in two tables, in levels, and in what is worked out of them.
+At page size 16 and 32768 tokens the buffers take 14, and all results of one refresh together 44."""
 
 
 class GraphBackend(NamedTuple):
@@ -88,10 +91,11 @@ class _Captured:
     described: Mapping[str, Mapping[str, str | int | bool]]
 
 
-def graph_bytes(config: ModelConfig, itemsize: int, sizes: Sequence[int]) -> int:
+def graph_bytes(config: ModelConfig, itemsize: int, sizes: Sequence[int], pages: int) -> int:
     """Bytes that graphs of these sizes take beside the workspaces, from shapes: an estimate, which captures measure.
 
-    The largest size's activations, whose memory the others use again; its logits, twice; and the kernels' arguments.
+    The largest size's activations, whose memory the others use again; its logits, twice; the kernels' arguments; and
+    tables of rows of up to so many `pages`.
     """
     if not sizes:
         return 0
@@ -100,7 +104,7 @@ def graph_bytes(config: ModelConfig, itemsize: int, sizes: Sequence[int]) -> int
     attention = heads * config.head_dim if mla is None else config.num_heads * (config.head_dim + mla.latent_dim)
     experts = 0 if moe is None else moe.num_experts * moe.intermediate_size
     row = 4 * config.hidden_size + 3 * (attention + max(config.intermediate_size, experts)) + 2 * config.vocab_size
-    return rows * row * itemsize + len(sizes) * config.num_layers * LAYER_BYTES + LIBRARY_BYTES
+    return rows * (row * itemsize + pages * PAGE_BYTES) + len(sizes) * config.num_layers * LAYER_BYTES + LIBRARY_BYTES
 
 
 class GraphRunner:
@@ -126,7 +130,8 @@ class GraphRunner:
         self.fallbacks: Counter[Fallback] = Counter()
         self.replays: Counter[GraphBucket] = Counter()
         self.reports: list[CaptureReport] = []
-        self.static = StaticStep(device, {each.key: (each.spec, each.pages) for each in backends}, mirrors)
+        with _quiet_gc():
+            self.static = StaticStep(device, {each.key: (each.spec, each.pages) for each in backends}, mirrors)
         self.serving = {
             bucket: {each.group: each for each in backends if bucket in each.spec.graph_buckets}
             for bucket in self.static.buckets
@@ -141,14 +146,18 @@ class GraphRunner:
 
     def capture(self, report: Callable[[CaptureReport], None] = lambda report: None) -> list[CaptureReport]:
         """Captures every size; one that fails is reported, and its batches run eagerly from then on."""
+        broken: dict[GraphBucket, Exception] = {}
         for each in self.backends:
-            own = [batches[each.key] for batches in self.static.batches.values() if each.key in batches]
-            if own:
-                each.backend.init_cuda_graph_state(own)
+            own = {bucket: batches[each.key] for bucket, batches in self.static.batches.items() if each.key in batches}
+            try:
+                if own:
+                    each.backend.init_cuda_graph_state(list(own.values()))
+            except Exception as error:
+                broken |= dict.fromkeys(own, error)
         pool = self.device.graph_pool()
         with torch.inference_mode(), _quiet_gc():
             for bucket in self.static.buckets:
-                self.reports.append(self._capture(bucket, pool))
+                self.reports.append(self._capture(bucket, pool, broken.get(bucket)))
                 report(self.reports[-1])
         return self.reports
 
@@ -208,13 +217,13 @@ class GraphRunner:
         self.fallbacks[Fallback(kind, reason)] += 1
         return None
 
-    def _capture(self, bucket: GraphBucket, pool: GraphPool) -> CaptureReport:
+    def _capture(self, bucket: GraphBucket, pool: GraphPool, broken: Exception | None) -> CaptureReport:
         started, before = time.perf_counter(), self.device.free_memory()
         try:
+            if broken is not None:
+                raise broken
             self._captured[bucket] = self._record(bucket, pool)
             self._verify(bucket)
-        except KeyboardInterrupt:
-            raise
         except Exception as error:
             self._captured.pop(bucket, None)
             self._failures[bucket] = f"capture of {_described(bucket)} failed: {error}".splitlines()[0]
@@ -237,7 +246,8 @@ class GraphRunner:
                 each.backend.init_forward_metadata_in_graph(batches[group])
             logits = self.run(ids, positions, batches, rows)
             if self._logits is None:
-                self._logits = torch.empty_like(logits)
+                most = max(each.batch * each.query_len for each in self.static.buckets)
+                self._logits = logits.new_empty(most, *logits.shape[1:])
             kept = self._logits[: len(logits)]
             results[:] = [Replayed(kept.copy_(logits), greedy(logits))]
 

@@ -98,11 +98,12 @@ class ModelRunner:
 
         candidates, plugins = put_forward(installed() if offers is None else offers)
         self.observers = Observers(plugins, self.notices.append)
-        self._choose(candidates, policy, kv_dtype, options or {}, kv_tokens, progress)
-        self.mixed: Mixed = self._split() if mixed == "auto" else mixed
-        self._load_model(model, progress, seed)
-        self._make_cache(self._expand_from(policy), always_share=policy.cascade == "on")
-        self.graphs = self._capture(progress)
+        with self.device.active():
+            self._choose(candidates, policy, kv_dtype, options or {}, kv_tokens, progress)
+            self.mixed: Mixed = self._split() if mixed == "auto" else mixed
+            self._load_model(model, progress, seed)
+            self._make_cache(self._expand_from(policy), always_share=policy.cascade == "on")
+            self.graphs = self._capture(progress)
 
     def _choose(
         self,
@@ -218,11 +219,12 @@ class ModelRunner:
         raises passes, with a note of whose step it was.
         """
         query_lens = [len(each) for each in tokens]
-        if not (len(slots) == len(set(slots)) == len(tokens) and 0 < sum(query_lens) <= self.limits.max_tokens):
+        distinct = len(slots) == len(set(slots)) == len(tokens)
+        if not (distinct and all(query_lens) and 0 < sum(query_lens) <= self.limits.max_tokens):
             raise HeadstockError(
                 "a step has distinct slots, each with its new tokens",
                 given=f"slots {list(slots)} with {query_lens} tokens",
-                works=f"1…{self.limits.max_tokens} tokens in all",
+                works=f"1 or more of each, and 1…{self.limits.max_tokens} in all",
             )
         flat = [token for row in tokens for token in row]
         if not 0 <= min(flat) <= max(flat) < self.config.vocab_size:
@@ -231,8 +233,9 @@ class ModelRunner:
         lengths = self.pages.after(slots, query_lens)
         self.pages.reserve(lengths)
         decodes = len(flat) == len(slots)
-        replayed = self._replay(slots, list(lengths.values()), flat) if self.graphs and decodes else None
-        done = Done(*replayed) if replayed else self._eagerly(slots, tokens)
+        with self.device.active():
+            replayed = self._replay(slots, list(lengths.values()), flat) if self.graphs and decodes else None
+            done = Done(*replayed) if replayed else self._eagerly(slots, tokens)
         self.pages.commit(lengths)
         return done
 

@@ -117,7 +117,7 @@ class Selection:
         config, need = self.config, self.decision.requirements[0]
         page_size = self.decision.page_size or 1
         sizes = self._bytes_per_page()
-        rows, tokens = self.limits.max_batch, self.limits.max_tokens
+        rows, tokens, width = self.limits.max_batch, self.limits.max_tokens, -(-need.max_context // page_size)
         most = partial(WindowPages.enough, page_size=page_size, max_requests=rows, max_tokens=tokens)
         plan = partial(
             plan_memory,
@@ -129,7 +129,7 @@ class Selection:
             wanted_tokens=self.limits.max_batch * need.max_context,
             least_tokens=1,
             kv_tokens=kv_tokens,
-            graphs=graph_bytes(config, torch_dtype(need.dtype).itemsize, self._captured_sizes()),
+            graphs=graph_bytes(config, torch_dtype(need.dtype).itemsize, self._captured_sizes(), width),
             expanded_page=page_size * _expanded_numbers(config) * torch_dtype(need.kv_dtype).itemsize,
         )
         scratch = max(instance.bytes.scratch for instance in self.instances)

@@ -64,9 +64,12 @@ class _Stand:
         self.rig = Rig(backend, self.spec)
         width = -(-self.context // self.spec.page_size)
         self.table = torch.zeros(SIZES[-1] + 1, width, dtype=torch.int32, device=self.spec.device)
-        self.static = StaticStep(Device.open(self.spec.device), {"all": (self.spec, GroupPages(self.table))})
-        self.rig.instance.init_cuda_graph_state([batches["all"] for batches in self.static.batches.values()])
         assert largest.storage is not None, "graphs are of paged batches"
+        of = None  # a window has a cache of its own, and so a table no wider than it shows: here with the same pages
+        if self.spec.window is not None and not levels:
+            of = torch.arange(len(largest.storage), dtype=torch.int32, device=self.spec.device)
+        self.static = StaticStep(Device.open(self.spec.device), {"all": (self.spec, GroupPages(self.table, of))})
+        self.rig.instance.init_cuda_graph_state([batches["all"] for batches in self.static.batches.values()])
         assert largest.k is not None, "and of new tokens"
         self.storage = torch.full_like(largest.storage, POISON)
         self.layer = largest.layer(self.storage)

@@ -58,8 +58,9 @@ class Bucket:
 
     def refresh(self, batch: ForwardBatch) -> None:
         """Recorded into the graph: the page table in compressed rows, and the slots of new tokens."""
-        page, width, table = self.page, self.width, batch.page_table
+        page, table = self.page, batch.page_table
         assert table is not None, "graphs are of paged batches"
+        width = min(self.width, table.shape[1])  # a window's table holds no more than it shows
         if self.levels:
             self._refresh_levels(batch)
         indptr, last, indices, shared, _ = self.buffers
