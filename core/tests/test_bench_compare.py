@@ -182,7 +182,10 @@ def test_layers_are_enough_to_be_cold_and_what_does_not_fit_is_refused(monkeypat
     scene = Scene(spec, BUILTIN_LAYOUTS["nhd"], load, cold_bytes=100_000)
     assert sum(each.numel() for each in scene.storages) >= 100_000
     monkeypatch.setattr(Device, "free_memory", lambda self: 1000)
-    with pytest.raises(HeadstockError, match=r"decode:2x32: .* would work: at most"):
+    with pytest.raises(HeadstockError, match=r"decode:2x32: .* of queries, new keys and outputs; would work: at most"):
+        Scene(spec, BUILTIN_LAYOUTS["nhd"], load)
+    monkeypatch.setattr(Device, "free_memory", lambda self: 10_000)
+    with pytest.raises(HeadstockError, match=r"decode:2x32: .* of keys and values; would work: at most"):
         Scene(spec, BUILTIN_LAYOUTS["nhd"], load)
 
 

@@ -92,6 +92,13 @@ def test_a_backend_that_ranks_by_its_own_preference_is_found_wrong_and_tuning_is
     assert finding.cure == "headstock tune"
 
 
+def test_a_workload_that_does_not_fit_is_no_backends_fault(clock, monkeypatch):
+    monkeypatch.setattr(Device, "free_memory", lambda self: 20_000)
+    (finding,) = found("decode:8x40", offered("only", backend(clock)))
+    assert finding.kind == "memory pressure"
+    assert "it cannot be measured: a workload does not fit; given: decode:8x40" in finding.evidence
+
+
 def test_one_that_fails_on_the_workload_is_said_to(clock):
     class Fails(backend(clock)):
         def init_forward_metadata(self, batch):

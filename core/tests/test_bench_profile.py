@@ -159,6 +159,17 @@ def test_what_fails_is_left_out_and_told(field, clock):
     assert ("breaks", "decode") not in {(p.backend, p.role) for p in tuned.points}
 
 
+def test_a_workload_that_does_not_fit_is_left_out_by_name_and_no_backends_fault(field, monkeypatch):
+    monkeypatch.setattr(Device, "free_memory", lambda self: 40_000)
+    tuned = tuner(field).run(GRID)
+    assert list(tuned.failures) == ["decode:8x24"]
+    assert "a workload does not fit; given: decode:8x24" in tuned.failures["decode:8x24"]
+    assert (tuned.measured, tuned.left) == (6, 0)
+    assert len({(p.role, p.backend) for p in tuned.points}) == 4
+    with pytest.raises(HeadstockError, match=r"nothing was measured for decode; .*decode:8x24.*another --grid"):
+        tuner(field).run(parse("decode:8x24 extend:1x8"))
+
+
 def point(**fields):
     usual = {"group": "all", "role": "decode", "backend": "few", "page_size": 16, "kv_layout": "nhd", "batch": 1,
              "tokens": 1, "context": 64, "seconds": 1e-3}  # fmt: skip
@@ -247,7 +258,7 @@ def test_a_package_that_is_gone_changes_nothing_about_the_others(file):
     ("content", "said"),
     [
         ("", "is no profile"),
-        ("{", "is no profile"),
+        ('{\n "version": 1', "is no profile: invalid JSON: EOF while parsing an object at line 2 column 13; type:"),
         ("[]", "is no profile"),
         ('{"version": 2}', "is no profile: version"),
         ('{"unknown": 1}', "is no profile"),
@@ -278,6 +289,20 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(HeadstockError, match="cannot write"):
         save(profile(), tmp_path / "file" / "profile.json")
+
+
+def test_a_folder_in_a_profiles_place_is_refused_and_nothing_lies_beside_it(tmp_path):
+    (tmp_path / "profile.json").mkdir()
+    with pytest.raises(HeadstockError, match=r"cannot write .*profile.json: Is a directory"):
+        save(profile(), tmp_path / "profile.json")
+    assert [each.name for each in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_others_may_read_a_profile_as_they_may_any_new_file(tmp_path):
+    (tmp_path / "usual").touch()
+    save(profile(), tmp_path / "profile.json")
+    assert (tmp_path / "profile.json").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    assert {each.name for each in tmp_path.iterdir()} == {"profile.json", "usual"}
 
 
 def test_machines_are_known_by_processor_cores_and_kernel(tmp_path):

@@ -110,6 +110,7 @@ def test_plots_without_matplotlib_are_refused_before_anything_is_measured(headst
         (("bench", "decode:1"), "decode:1: cannot be read"),
         (("bench", "decode:1x8", "--backend", "quik"), "quick, perhaps"),
         (("bench", "decode:1x8", "--shape", "llama-8b"), "--shape contradicts --model"),
+        (("bench", "decode:1x8", "--shape", ""), "--shape contradicts --model"),
         (("bench", "decode:1x8", "--from-trace", "t"), "brings its own workloads"),
         (("bench", "--from-trace", "missing"), "cannot read missing"),
         (("diagnose",), "needs a workload or a trace"),
@@ -118,7 +119,15 @@ def test_plots_without_matplotlib_are_refused_before_anything_is_measured(headst
         (("tune", "--no-profile"), "--no-profile contradicts tune"),
         (("tune", "--grid", "cascade:2x8+8"), "tune measures no shared prefixes"),
         (("explain", "--no-profile", "--profile-file", "p"), "--no-profile contradicts --profile-file"),
+        (("tune", "--attention-backend", "quik"), "there is no backend called 'quik'"),
+        (("tune", "--grid", "decode:1x8"), "the grid has nothing to extend; given: decode:1x8"),
+        (("tune", "--profile-file", "."), "cannot write ."),
+        (("bench", "decode:1x8", "--plots", "config.json"), "cannot write to config.json"),
+        (("bench", "decode:1x16", "--max-context", "8"), "decode:1x16 is longer than --max-context; given: 16"),
+        (("diagnose", "decode:1x16", "--max-context", "8"), "decode:1x16 is longer than --max-context"),
+        (("tune", *GRID, "--max-context", "8"), "decode:1x16 is longer than --max-context"),
         (("explain", "--verbose", "--assume-gpu", "h200"), "kernels are told by a backend that runs"),
+        (("explain", "--verbose", "--json"), "which has no kernels; given: --verbose"),
     ],
 )
 def test_what_is_wrong_is_one_line(headstock, arguments, said):
@@ -126,6 +135,19 @@ def test_what_is_wrong_is_one_line(headstock, arguments, said):
     assert (code, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_bench_without_a_backend_says_so(headstock, monkeypatch):
+    monkeypatch.setattr("headstock.cli.bench.discover", list)
+    said = "headstock: there is no backend to time; type: headstock plugins\n"
+    assert headstock("bench", "decode:1x8") == (2, "", said)
+
+
+def test_what_bench_has_no_use_for_is_told(headstock):
+    code, _, err = headstock("bench", "decode:1x8", "--rounds", 1, "--expand-from", 5, "--profile-file", "p.json")
+    assert code == 0
+    assert "notice: --expand-from is not used" in err
+    assert "notice: --profile-file is not used" in err
 
 
 def test_nothing_that_can_be_timed_exits_with_one(headstock):

@@ -146,6 +146,7 @@ def test_every_option_can_be_written_to_the_file(here):
         ("page-sise = 16", ["page-sise", "page-size, perhaps"]),
         ("page_size = 16", ["page_size", "page-size, perhaps"]),
         ("frobnicate = 1", ["frobnicate", "would work: model, device"]),
+        ("graph-sizes = [0]", [": graph-sizes: 0: input should be greater than or equal to 1, given 0"]),
         ("page-size = 0", [": page-size", "greater than or equal to 1", "given 0"]),
         ('page-size = "many"', [": page-size", "given 'many'"]),
         ("temperature = -1", [": temperature", "given: -1"]),

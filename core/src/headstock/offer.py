@@ -102,7 +102,10 @@ def _describe(problem: Mapping[str, Any]) -> str:
             return f"unknown name {path!r}"
         case "missing":
             return f"{path}: required"
-    return f"{path}: {reason[:1].lower()}{reason[1:]}, given {problem['input']!r:.80}"
+        case "json_invalid":
+            return reason[:1].lower() + reason[1:]
+    where = f"{path}: " if path else ""
+    return f"{where}{reason[:1].lower()}{reason[1:]}, given {problem['input']!r:.80}"
 
 
 class Fault(BaseModel):

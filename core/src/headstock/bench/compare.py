@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from headstock.bench.scene import TooLarge
 from headstock.bench.stand import Contestant, Described, Scenes, Stand
 from headstock.bench.timing import Limits, Times, by_turns, on_host
 from headstock.bench.workload import Work, Workload
@@ -165,17 +166,24 @@ class Comparison:
 
     def _stand(self, scenes: Scenes, each: Contestant, load: Workload) -> Stand | str:
         options = self.options.get(each.name, {})
-        return checked(lambda: scenes.stand(each, load, graph=self.graph and load.phase == "decode", options=options))
+        graph = self.graph and load.phase == "decode"
+        try:
+            return checked(lambda: scenes.stand(each, load, graph=graph, options=options))
+        except TooLarge as error:
+            return str(error)
 
 
 def checked(make: Callable[[], Stand]) -> Stand | str:
-    """A stand whose numbers are right, or in a line why there is none: whatever it raises is the backend's failure."""
+    """A stand whose numbers are right, or in a line why there is none: whatever it raises is the backend's failure.
+
+    Raises TooLarge, which is nobody's.
+    """
     try:
         with stdout_to_stderr():
             stand = make()
             stand.check()
         return stand
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, TooLarge):
         raise
     except AssertionError as error:
         return f"wrong numbers: {error}"

@@ -23,6 +23,7 @@ from headstock.bench.findings import (
     wrong_backend,
 )
 from headstock.bench.recorded import Forward, representatives
+from headstock.bench.scene import TooLarge
 from headstock.bench.stand import Contestant, Scenes, Stand
 from headstock.bench.timing import Times, by_turns, on_host
 from headstock.bench.workload import Workload
@@ -83,7 +84,12 @@ class Diagnosis:
         graph = "graph" in winner.granted or choice.requirement.graph
         chosen = Contestant(candidate, choice.requirement, shape, cascade=once, graph=graph)
         where = f"{choice.requirement.where}, {load.name}"
-        own = self._stand(scenes, chosen, load)
+        try:
+            own = self._own(scenes, chosen, load)
+        except TooLarge as error:
+            cure = "a smaller workload, or --kv-tokens that leave an engine's device room to measure"
+            yield Finding("memory pressure", where, f"it cannot be measured: {error}", cure)
+            return
         if isinstance(own, str):
             yield Finding(
                 "wrong backend", where, f"{winner.backend} fails: {own}", "another backend, or headstock check"
@@ -147,6 +153,12 @@ class Diagnosis:
         return found
 
     def _stand(self, scenes: Scenes, each: Contestant, load: Workload, **how: bool) -> Stand | str:
+        try:
+            return self._own(scenes, each, load, **how)
+        except TooLarge as error:
+            return str(error)
+
+    def _own(self, scenes: Scenes, each: Contestant, load: Workload, **how: bool) -> Stand | str:
         options = self.options.get(each.name, {})
         graph = self.field.graph and load.phase == "decode"
         context = each.need.max_context

@@ -8,7 +8,9 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,13 +73,26 @@ def save(folder: Path, measured: Sequence[Measured], limits: Limits, where: Mapp
     images = draw(measured, limits)
     contents = {f"{name}.png": image for name, image in images.items()}
     contents["bench.html"] = page(images, measured, limits, where).encode()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
+    with _refusing(folder):
         for name, content in contents.items():
             (folder / name).write_bytes(content)
+    return [folder / name for name in contents]
+
+
+def make_folder(folder: Path) -> None:
+    """Makes `folder` where there is none; raises HeadstockError where it cannot be made or written to."""
+    with _refusing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+
+
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise HeadstockError(f"cannot write to {folder}: {error.strerror}", works="--plots with a folder") from None
-    return [folder / name for name in contents]
 
 
 def check_installed() -> None:

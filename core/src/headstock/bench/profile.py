@@ -5,11 +5,13 @@ It is used for nothing else. Torch-free: `explain` reads it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, NamedTuple
@@ -114,14 +116,28 @@ def default_file(machine: Machine, needs: Sequence[Requirement], folder: Path | 
     return (folder or default_cache_dir() / "profiles") / f"{name}.json"
 
 
+def check_writable(file: Path) -> None:
+    """Raises HeadstockError where `save` would; the folder of `file` is made."""
+    with _refusing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        tempfile.TemporaryFile(dir=file.parent).close()
+
+
 def save(profile: Profile, file: Path) -> None:
     """Writes a profile whole or not at all; HeadstockError where the file cannot be written."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=file.name, dir=file.parent)
-        with open(handle, "w", encoding="utf-8") as out:
-            out.write(profile.model_dump_json(indent=1) + "\n")
+    check_writable(file)
+    with _refusing(file), tempfile.TemporaryDirectory(prefix=file.name, dir=file.parent) as folder:
+        part = Path(folder, file.name)
+        part.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
         os.replace(part, file)
+
+
+@contextmanager
+def _refusing(file: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise HeadstockError(f"cannot write {file}: {error.strerror}", works="--profile-file with another") from None
 

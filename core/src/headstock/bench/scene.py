@@ -26,14 +26,18 @@ POOL = 8191  # tokens that keys are drawn from; a prime, so that no page holds w
 CHECKED_KEYS = 20000
 
 
+class TooLarge(HeadstockError):
+    """A workload that does not fit into the device's memory, whoever serves it."""
+
+
 class Scene:
     """A workload's page table, caches, q, k, v and output on a device.
 
     `spec` gives shapes, dtypes, page size, layout and window. Rows have `scattered` pages, as a cache in use deals them
     out, or consecutive ones; q, k and v are slices of one projection, or `packed` tensors of their own. A windowed
     group's table begins with the first page that a query can see, as the host has it; a `whole_table` is as wide as the
-    longest context needs, as that of a graph is. Raises HeadstockError where the
-    caches would not fit into the device's memory.
+    longest context needs, as that of a graph is. Raises TooLarge where tensors or caches would not fit into
+    the device's memory.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Scene:
     ):  # fmt: skip
         self.spec, self.layout, self.workload = spec, layout, workload
         self.device = Device.open(spec.device)
+        self._check_room()
         self._random = torch.Generator(self.device.torch).manual_seed(0)
         table, num_pages, lens = self._deal(scattered)
         if whole_table and (missing := -(-spec.max_context // spec.page_size) - table.shape[1]) > 0:
@@ -148,12 +153,24 @@ class Scene:
             q, k, v = (x.contiguous() for x in (q, k, v))
         return q, k, None if spec.attention == "mla" else v
 
+    def _check_room(self) -> None:
+        """Raises TooLarge where queries and new keys alone are too much, before anything is made."""
+        spec = self.spec
+        numbers = spec.num_heads * (spec.head_dim + spec.v_head_dim) + spec.num_kv_heads * 2 * spec.head_dim
+        self._check_fits(self.workload.tokens * numbers * 4, "queries, new keys and outputs")  # drawn in float32
+
+    def _check_fits(self, need: int, what: str) -> int:
+        """Bytes that a scene may take, if they are as many as it needs."""
+        free = self.device.free_memory() // 2
+        if need > free:
+            given = f"{self.workload.name}: {need / 1e9:.1f} GB of {what}"
+            raise TooLarge("a workload does not fit", given=given, works=f"at most {free / 1e9:.1f} GB here")
+        return free
+
     def _caches(self, num_pages: int, cold_bytes: int) -> list[Tensor]:
         spec, size = self.spec, self.layout.bytes_per_page(self.spec)
-        need, free = num_pages * size, self.device.free_memory() // 2
-        if need > free:
-            given = f"{self.workload.name}: {need / 1e9:.1f} GB of keys and values"
-            raise HeadstockError("a workload does not fit", given=given, works=f"at most {free / 1e9:.1f} GB here")
+        need = num_pages * size
+        free = self._check_fits(need, "keys and values")
         few = 1 if self.workload.phase == "extend" else max(2, -(-cold_bytes // need))
         first = zeroed(need, self.device.torch).view(num_pages, size)
         slots = torch.arange(spec.page_size, num_pages * spec.page_size, device=self.device.torch)

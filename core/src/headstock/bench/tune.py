@@ -14,9 +14,10 @@ import torch
 from headstock.bench.compare import Options, Report, checked, per_layer
 from headstock.bench.machine import Machine, packages
 from headstock.bench.profile import Point, Profile, shape_of
+from headstock.bench.scene import TooLarge
 from headstock.bench.stand import Contestant, Scenes, Stand
 from headstock.bench.timing import by_turns, on_host
-from headstock.bench.workload import Workload, parse
+from headstock.bench.workload import FORMS, Workload, parse
 from headstock.device import Device
 from headstock.errors import HeadstockError
 from headstock.models.config import ModelConfig
@@ -35,7 +36,7 @@ class Tuned:
     """What tuning came to: points, in the order measured, what failed, and how many workloads the budget cut off."""
 
     points: list[Point] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)  # by backend and role, in words
+    failures: dict[str, str] = field(default_factory=dict)  # by backend and role, or by workload, in words
     measured: int = 0
     left: int = 0
 
@@ -82,6 +83,10 @@ class Tuner:
         contestants, deadline, tuned = self.contestants(), time.monotonic() + budget, Tuned()
         if not contestants:
             raise HeadstockError("no backend can serve this model here", type="headstock explain")
+        for need in (each.need for each in contestants):
+            if not any(load.phase == need.phase for load in grid):
+                given = ", ".join(load.name for load in grid)
+                raise HeadstockError(f"the grid has nothing to {need.phase}", given=given, works=FORMS[need.phase])
         jobs = [(load, group) for load in _in_turn(grid) for group in self.shapes]
         for number, (load, group) in enumerate(jobs):
             report(load.name, number, len(jobs))
@@ -91,12 +96,13 @@ class Tuner:
             points = self._measure(load, own, deadline, tuned)
             tuned.points += points
             tuned.measured += bool(points)
-            tuned.left += not points
+            tuned.left += not points and load.name not in tuned.failures
         report("", len(jobs), len(jobs))
         for need in {(each.need.group, each.need.role): each.need for each in contestants}.values():
             if not any((point.group, point.role) == (need.group, need.role) for point in tuned.points):
                 given = "; ".join(tuned.failures.values()) or f"a budget of {budget:g} s"
-                raise HeadstockError(f"nothing was measured for {need.where}", given=given, works="a larger --budget")
+                works = "another --grid, or a smaller --max-batch" if tuned.failures else "a larger --budget"
+                raise HeadstockError(f"nothing was measured for {need.where}", given=given, works=works)
         return tuned
 
     def profile(self, tuned: Tuned, machine: Machine) -> Profile:
@@ -132,7 +138,11 @@ class Tuner:
             key = f"{each.name} for {each.need.where}"
             if key in tuned.failures:
                 continue
-            stand = checked(lambda each=each: self._stand(scenes, each, load))  # type: ignore[misc]
+            try:
+                stand = checked(lambda each=each: self._stand(scenes, each, load))  # type: ignore[misc]
+            except TooLarge as error:
+                tuned.failures[load.name] = str(error)
+                return []
             if isinstance(stand, str):
                 tuned.failures[key] = f"{key}, {load.name}: {stand}"
                 tuned.points = [p for p in tuned.points if (p.backend, p.group, p.role) != _who(each)]

@@ -39,6 +39,9 @@ Eager = Annotated[bool, typer.Option("--eager", help="launch decode steps one by
 Rounds = Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="times that each backend takes its turn")]
 Plots = Annotated[Path | None, typer.Option(metavar="FOLDER", help="draw the figures, as PNG and as one HTML page")]
 
+UNUSED = {"expand_from": "bench measures latent attention absorbed", "profile_file": "bench chooses no backend"}
+"""Choices that decide nothing here, and why."""
+
 
 @takes(Choices)
 def bench(
@@ -61,12 +64,17 @@ def bench(
     loads = loads_of(workloads, from_trace)
     if shape is not None and settings.choices.model is not None:
         raise HeadstockError("--shape contradicts --model", given=shape, works="one of them")
-    config = preset(shape) if shape else model_config(settings.choices.model or embedded_model())
+    config = preset(shape) if shape is not None else model_config(settings.choices.model or embedded_model())
     candidates = _named(discover(), backend)
     if plots is not None:
-        from headstock.bench.plots import check_installed
+        from headstock.bench.plots import check_installed, make_folder
 
         check_installed()
+        make_folder(plots)
+    check_lengths(loads, settings)
+    for unused, why in UNUSED.items():
+        if unused in settings.origins:
+            note(f"notice: {settings.origins[unused]} is not used: {why}")
     hardware = Hardware.here(settings.choices.device)
     needs, policy = question(settings, hardware, config)
 
@@ -104,13 +112,24 @@ def loads_of(workloads: Sequence[str] | None, from_trace: Path | None) -> list[W
     return representatives(read_trace(from_trace)) if from_trace is not None else parse(workloads or ())
 
 
+def check_lengths(loads: Sequence[Workload], settings: Settings) -> None:
+    """Raises HeadstockError for a workload beyond the context that was asked for."""
+    most = settings.choices.max_context
+    for load in loads:
+        if most and load.context > most:
+            origin = settings.origins.get("max_context", "--max-context")
+            raise HeadstockError(f"{load.name} is longer than {origin}", given=load.context, works=f"at most {most}")
+
+
 def _named(candidates: list[Candidate], names: Sequence[str] | None) -> list[Candidate]:
-    """The candidates that `names` mean, all where there are none."""
+    """The candidates that `names` mean, all where there are none; HeadstockError where nobody is meant."""
+    if not candidates:
+        raise HeadstockError("there is no backend to time", type="headstock plugins")
     for name in names or ():
         if not any(each.answers_to(name) for each in candidates):
             known = [each.name for each in candidates]
             near = get_close_matches(name, known, 1)
-            works = f"{near[0]}, perhaps" if near else ", ".join(known) or "nothing: no backend is installed"
+            works = f"{near[0]}, perhaps" if near else ", ".join(known)
             raise HeadstockError("--backend names an unknown backend", given=name, works=works)
     return [each for each in candidates if not names or any(each.answers_to(name) for name in names)]
 

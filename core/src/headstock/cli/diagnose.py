@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headstock.bench.recorded import read_trace
 from headstock.bench.workload import parse
-from headstock.cli.bench import Recorded, Workloads
+from headstock.cli.bench import Recorded, Workloads, check_lengths
 from headstock.cli.hardware import Hardware
 from headstock.cli.options import JSON, Choices, Limits, takes
 from headstock.cli.question import model_config, question
@@ -36,6 +36,7 @@ def diagnose(settings: Settings, workloads: Workloads = None, from_trace: Record
         )
     forwards = read_trace(from_trace) if from_trace is not None else []
     loads = parse(workloads or ()) if workloads else []
+    check_lengths(loads, settings)
     needs, policy = question(settings, Hardware.here(settings.choices.device))
     candidates = discover()
     decision = negotiate(needs, candidates, policy)

@@ -39,6 +39,8 @@ def explain(
     """
     if verbose and assume_gpu is not None:
         raise HeadstockError("kernels are told by a backend that runs", given=assume_gpu, works="no --assume-gpu")
+    if verbose and json:
+        raise HeadstockError("--json prints the decision, which has no kernels", given="--verbose", works="one of them")
     needs, policy = question(settings, asked_hardware(settings, assume_gpu))
     candidates = discover()
     decision = negotiate(needs, candidates, policy)

@@ -128,7 +128,7 @@ def _build(record: type[Record], values: Mapping[str, Any], origins: Mapping[str
         except RequestError as error:
             raise RequestError(f"{origins[name]}: {error.what}", given=error.given, works=error.works) from None
         except ValidationError as error:
-            reason = describe_validation_error(error).removeprefix(f"{name}: ")
+            reason = describe_validation_error(error).removeprefix(f"{name}: ").removeprefix(f"{name}.")
             raise HeadstockError(f"{origins[name]}: {reason}") from None
     return record(**own)
 

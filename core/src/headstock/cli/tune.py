@@ -9,6 +9,7 @@ import typer
 
 from headstock.bench.profile import default_file
 from headstock.bench.workload import parse
+from headstock.cli.bench import check_lengths
 from headstock.cli.hardware import Hardware
 from headstock.cli.options import JSON, Choices, Limits, takes
 from headstock.cli.question import machine_of, model_config, question
@@ -19,6 +20,7 @@ from headstock.models.embedded import embedded_model
 from headstock.negotiate import negotiate
 from headstock.plugins import discover
 from headstock.render import explain as account
+from headstock.render import raise_unsolved
 
 if TYPE_CHECKING:
     from headstock.bench.profile import Point
@@ -49,14 +51,18 @@ def tune(settings: Settings, budget: Budget = "60s", grid: Grid = None, json: JS
     loads = (
         parse(grid) if grid else default_grid(settings.limits.max_batch, needs[0].max_context, needs[0].device == "cpu")
     )
+    check_lengths(loads, settings)
     if shared := [load.name for load in loads if load.shared]:
         raise HeadstockError("tune measures no shared prefixes", given=shared[0], works="decode and extend")
 
-    from headstock.bench.profile import save
+    from headstock.bench.profile import check_writable, save
     from headstock.device import Device
 
     machine, candidates = machine_of(hardware, choices.device), discover()
+    if not (decision := negotiate(needs, candidates, policy)).solved:
+        raise_unsolved(decision)
     file = choices.profile_file or default_file(machine, needs)
+    check_writable(file)
     tuner = Tuner(
         config, needs, candidates, policy, Device.open(choices.device), options=settings.limits.backend_option
     )
