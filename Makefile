@@ -46,11 +46,12 @@ build/site: $(wildcard .whl/*.whl)
 	touch $@
 
 gpu-test: $(if $(wildcard .whl/*.whl),build/site) ## the conformance suite in full, and the host, on this machine's GPU; kernels compile for some 20 minutes
-	PYTHONPATH=$(SOURCES):build/site $(PYTHON) -m pytest -p headstock.pytest_plugin --conformance=full plugins tests/test_gpu.py tests/test_flashinfer_text.py core/tests/test_graph_runner.py
+	PYTHONPATH=$(SOURCES):build/site $(PYTHON) -m pytest -p headstock.pytest_plugin --conformance=full plugins tests/test_gpu.py tests/test_mla_gpu.py tests/test_flashinfer_text.py core/tests/test_graph_runner.py core/tests/test_runner_graphs.py core/tests/test_fused.py
 
 gpu-bench: $(if $(wildcard .whl/*.whl),build/site) ## measure on this machine's GPU; figures go to benchmarks/results
 	PYTHONPATH=$(SOURCES):build/site $(PYTHON) benchmarks/triton_attention.py --json benchmarks/results/triton_gpu.json
 	PYTHONPATH=$(SOURCES):build/site $(PYTHON) benchmarks/mla_attention.py --json benchmarks/results/mla_gpu.json
+	PYTHONPATH=$(SOURCES):build/site $(PYTHON) benchmarks/mla_model.py --plugin headstock_triton --plugin headstock_torch_native --json benchmarks/results/mla_model_gpu.json
 	if PYTHONPATH=build/site $(PYTHON) -c "import sys; from importlib.util import find_spec; sys.exit(not find_spec('flashinfer'))"; then \
 	  PYTHONPATH=$(SOURCES):build/site $(PYTHON) benchmarks/flashinfer_attention.py --json benchmarks/results/flashinfer_gpu.json; fi
 

@@ -73,15 +73,19 @@ def progress(shown: bool) -> Iterator[Report | None]:
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.table import Column
 
-    described = TextColumn("{task.description:<15}")
-    said = TextColumn("{task.fields[said]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-    columns = (described, BarColumn(bar_width=12), MofNCompleteColumn(), said)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    described, told, console = (
+        TextColumn("{task.description:<15}"),
+        TextColumn("{task.fields[said]}"),
+        Console(stderr=True),
+    )
+    columns = (described, BarColumn(bar_width=12), MofNCompleteColumn(), told)
+    with Progress(*columns, console=console, transient=True) as bars:
         tasks: dict[str, Any] = {}
 
         def report(what: str, done: int, total: int, said: str = "") -> None:
+            room = max(console.width - 32 - 2 * len(str(total)), 1)  # all of it in a line
+            said = said if len(said) <= room else f"{said[: room - 1]}…"
             if what not in tasks:
                 tasks[what] = bars.add_task(what, total=total, said=said)
             bars.update(tasks[what], completed=done, total=total, said=said)
