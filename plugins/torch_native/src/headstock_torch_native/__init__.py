@@ -7,7 +7,7 @@ from typing import Any
 from headstock import ANY, Capabilities, Offer, hookimpl
 
 COMMON: dict[str, Any] = {
-    "preference": -10.0,  # who brings kernels of their own is quicker, where nothing was measured
+    "preference": -0.5,  # who brings kernels of their own is quicker, where nothing was measured
     "devices": {"cpu", "cuda"},
     "attention": {"paged", "ragged"},
     "dtypes": {"float32", "float16", "bfloat16", "float64"},
