@@ -67,11 +67,14 @@ class Fallback(NamedTuple):
         return self.reason
 
 
-class Replayed(NamedTuple):
-    """What a replay left: logits [R, vocab] and the greedy token of each row. The next one writes over both."""
+class Done(NamedTuple):
+    """What a step came to: logits [R, vocab], and where a graph was replayed the greedy token of each row too.
+
+    The next replay writes over what this one left: `ModelRunner.forward` gives logits to keep.
+    """
 
     logits: Tensor
-    sampled: Sampled
+    sampled: Sampled | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,8 @@ class CaptureReport:
 @dataclass(slots=True)
 class _Captured:
     graph: DeviceGraph
-    result: Replayed
+    logits: Tensor
+    sampled: Sampled
     described: Mapping[str, Mapping[str, str | int | bool]]
 
 
@@ -182,7 +186,7 @@ class GraphRunner:
     @torch.inference_mode()
     def step(
         self, slots: Sequence[int], seq_lens: Sequence[int], tokens: Sequence[int], shared: Shared | None = None
-    ) -> Replayed | None:
+    ) -> Done | None:
         """Replays one decode step: slots, keys each with the new ones, the new tokens, and what prefixes are shared.
 
         None where the step has to run eagerly; nothing has been run then.
@@ -209,11 +213,10 @@ class GraphRunner:
         self.replays[bucket] += 1
         for batch in batches.values():
             self.observers.notify("after_forward", batch=batch)
-        logits, (sampled, failed) = captured.result
-        count = len(tokens)
-        return Replayed(logits[:count], Sampled(sampled[:count], failed[:count]))
+        count, (sampled, failed) = len(tokens), captured.sampled
+        return Done(captured.logits[:count], Sampled(sampled[:count], failed[:count]))
 
-    def _eagerly(self, kind: Cause, reason: str) -> Replayed | None:
+    def _eagerly(self, kind: Cause, reason: str) -> Done | None:
         self.fallbacks[Fallback(kind, reason)] += 1
         return None
 
@@ -239,7 +242,7 @@ class GraphRunner:
             each.backend.init_forward_metadata_capture_cuda_graph(batches[group])
         ids, positions = self.static.ids(bucket), next(iter(batches.values())).positions
         rows = self.static.places(bucket)
-        results: list[Replayed] = []
+        results: list[tuple[Tensor, Sampled]] = []
 
         def run() -> None:
             for group, each in serving.items():
@@ -249,14 +252,14 @@ class GraphRunner:
                 most = max(each.batch * each.query_len for each in self.static.buckets)
                 self._logits = logits.new_empty(most, *logits.shape[1:])
             kept = self._logits[: len(logits)]
-            results[:] = [Replayed(kept.copy_(logits), greedy(logits))]
+            results[:] = [(kept.copy_(logits), greedy(logits))]
 
         with self.device.warming_up(pool):
             run()
             run()
         graph = self.device.capture(run, pool)
         described = {group: dict(each.backend.describe(batches[group])) for group, each in serving.items()}
-        return _Captured(graph, results[0], described)
+        return _Captured(graph, *results[0], described)
 
     def _verify(self, bucket: GraphBucket) -> None:
         """Plans a replay of the longest rows and refuses a backend that would break the laws of replays."""

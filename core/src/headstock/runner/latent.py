@@ -15,6 +15,7 @@ from headstock.batch import ForwardBatch, Ints, to_device
 from headstock.layer import AttentionLayer
 from headstock.models.config import LayerShape
 from headstock.models.mla import UpProjection, merge
+from headstock.runner.segment import Segment
 
 CHUNK_TOKENS = 8192
 """Tokens that are expanded together, at the least: enough to fill a device, in few megabytes per head."""
@@ -46,24 +47,15 @@ def expand_from(shape: LayerShape) -> int:
     return WORTH * break_even(shape)
 
 
-class AbsorbedSegment(NamedTuple):
-    """A segment that attends in the latent space, as `mla` backends do: its batch, and its rows (None: all)."""
+class AbsorbedSegment(Segment):
+    """A segment that attends in the latent space, as `mla` backends do."""
 
-    backend: AttentionBackend
-    batch: ForwardBatch
-    rows: slice | None = None
-
-    def plan(self) -> None:
-        """Plans the batch, once per step."""
-        self.backend.init_forward_metadata(self.batch)
-        self.backend.init_forward_metadata_in_graph(self.batch)
-
-    def run(self, q: Tensor, latent: Tensor, up: Tensor | UpProjection, layer: AttentionLayer, out: Tensor) -> None:
-        """Takes queries into the latent space, and what the backend makes of them back."""
-        assert isinstance(up, UpProjection), "models with latent attention pass theirs"
-        attended = q.new_empty(*q.shape[:2], up.config.kv_rank)
-        self.backend.forward(up.absorb(q), latent, None, layer, self.batch, out=attended)
-        up.restore(attended, out)
+    def run(self, q: Tensor, k: Tensor, v: Tensor | UpProjection, layer: AttentionLayer, out: Tensor) -> None:
+        """Takes queries into the latent space, where k is, and by v what the backend makes of them back."""
+        assert isinstance(v, UpProjection), "models with latent attention pass theirs"
+        attended = q.new_empty(*q.shape[:2], v.config.kv_rank)
+        self.backend.forward(v.absorb(q), k, None, layer, self.batch, out=attended)
+        v.restore(attended, out)
 
 
 class Chunk(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,25 +26,14 @@ from headstock.offer import Candidate, Offer
 from headstock.plugins import Observers, Plugin, installed
 from headstock.policy import GRAPH_SIZES, Policy
 from headstock.runner.arguments import check_sizes, check_types, put_forward
-from headstock.runner.graph import CaptureReport, GraphRunner, Replayed, decode_graphs
+from headstock.runner.graph import CaptureReport, Done, GraphRunner, decode_graphs
 from headstock.runner.instances import Instance
 from headstock.runner.latent import expand_from
 from headstock.runner.levels import Levels
 from headstock.runner.limits import Limits
 from headstock.runner.requirements import layer_groups, requirements
-from headstock.runner.sampler import Sampled
 from headstock.runner.selection import Selection, own_names
 from headstock.runner.step import Mixed, Steps
-
-
-class Done(NamedTuple):
-    """What a step came to: logits [R, vocab], and where a graph was replayed the greedy token of each row too.
-
-    The next replay writes over what this one left: `forward` gives logits to keep.
-    """
-
-    logits: Tensor
-    sampled: Sampled | None = None
 
 
 class ModelRunner:
@@ -235,11 +224,11 @@ class ModelRunner:
         decodes = len(flat) == len(slots)
         with self.device.active():
             replayed = self._replay(slots, list(lengths.values()), flat) if self.graphs and decodes else None
-            done = Done(*replayed) if replayed else self._eagerly(slots, tokens)
+            done = replayed or self._eagerly(slots, tokens)
         self.pages.commit(lengths)
         return done
 
-    def _replay(self, slots: Sequence[int], seq_lens: Sequence[int], tokens: Sequence[int]) -> Replayed | None:
+    def _replay(self, slots: Sequence[int], seq_lens: Sequence[int], tokens: Sequence[int]) -> Done | None:
         assert self.graphs is not None, "there are graphs to replay"
         bucket = self.graphs.fitting(len(slots))
         with self._noted([1] * (bucket.batch if bucket else len(slots))):

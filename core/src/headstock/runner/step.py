@@ -22,30 +22,13 @@ from headstock.plugins import Observers
 from headstock.runner.instances import Instance, Roles
 from headstock.runner.latent import AbsorbedSegment, ExpandedSegment
 from headstock.runner.levels import Levels, Shared
+from headstock.runner.segment import Segment
 
 Mixed = Literal["extend", "split"]
 """How a step of prompts and decoding rows runs: as one EXTEND segment, or cut into an EXTEND and a DECODE segment."""
 
 
-class Segment(NamedTuple):
-    """One backend's share of a step: the batch it plans, and its rows of q, k, v and out (None: all)."""
-
-    backend: AttentionBackend
-    batch: ForwardBatch
-    rows: slice | None = None
-
-    def plan(self) -> None:
-        """Plans the batch, once per step."""
-        self.backend.init_forward_metadata(self.batch)
-        self.backend.init_forward_metadata_in_graph(self.batch)
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor | UpProjection, layer: AttentionLayer, out: Tensor) -> None:
-        """Attends in one layer, to its rows."""
-        assert isinstance(v, Tensor), "models without latent attention pass values"
-        self.backend.forward(q, k, v, layer, self.batch, out=out)
-
-
-AnySegment = Segment | AbsorbedSegment | ExpandedSegment
+AnySegment = Segment | ExpandedSegment
 
 
 def segment(
