@@ -95,7 +95,7 @@ class Module:
     def __init__(self, kernel: str, q_dtype, kv_dtype, rank: int, rope: int):
         assert q_dtype in HALF
         assert kv_dtype == q_dtype
-        assert rank in (128, 256, 512)
+        assert rank in (256, 512)
         assert rope % 64 == 0
         self.kernel, self.dtype, self.rank, self.rope = kernel, q_dtype, rank, rope
 

@@ -26,7 +26,7 @@ from headstock_flashinfer_mla.choice import Options, choose
 from headstock_flashinfer_mla.memory import check_items, workspace
 
 SMALL: dict[str, Any] = {
-    "attention": "mla", "num_heads": 16, "num_kv_heads": 1, "head_dim": 192, "v_head_dim": 128, "dtype": "float16",
+    "attention": "mla", "num_heads": 16, "num_kv_heads": 1, "head_dim": 320, "v_head_dim": 256, "dtype": "float16",
     "page_size": 4,
 }  # fmt: skip
 DEEPSEEK = BackendSpec(
@@ -115,7 +115,7 @@ def test_a_replay_whose_plan_is_not_the_captured_one_runs_eagerly(monkeypatch):
 
 def test_queries_that_kernels_cannot_load_are_copied():
     problem = make_problem([1, 1], [5, 9], **SMALL, phase="decode")
-    odd = torch.zeros(2, 16, 193, dtype=torch.float16)
+    odd = torch.zeros(2, 16, SMALL["head_dim"] + 1, dtype=torch.float16)
     odd[..., 1:] = problem.q
     given = replace(problem, q=odd[..., 1:])
     given.compare(Rig(StandinMLA, given.spec).run(given))
@@ -172,7 +172,7 @@ def test_a_kernel_that_cannot_do_what_is_asked_is_refused(changes, words):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    heads=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128]), rank=st.sampled_from([128, 256, 512]), causal=st.booleans(),
+    heads=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128]), rank=st.sampled_from([256, 512]), causal=st.booleans(),
     rows=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 5000)), min_size=1, max_size=40),
 )  # fmt: skip
 def test_every_batch_within_a_spec_has_room_to_be_planned(heads, rank, causal, rows):

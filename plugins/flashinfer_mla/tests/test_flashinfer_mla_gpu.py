@@ -72,7 +72,8 @@ def test_latents_of_deepseeks_size_match_torch(new, lens, heads, kernel):
 
 
 def test_heads_that_divide_no_tile_decode_one_token():
-    problem = make_problem([1] * 5, [1, 63, 64, 65, 700], **LATENT, num_heads=20, phase="decode")
+    lens = [1, 63, 64, 65, 700]
+    problem = make_problem([1] * 5, lens, **LATENT, num_heads=20, phase="decode", phases=frozenset({"decode"}))
     problem.check(FlashInferMLA)
 
 
@@ -83,7 +84,7 @@ def test_two_hundred_replays_of_one_capture_have_an_eager_forwards_bits(heads):
     stand = _Stand(FlashInferMLA, {**LATENT, "num_heads": heads, "page_size": 32})
     draw = random.Random(3)
     for _ in range(200):
-        stand.replay([draw.randint(1, 32) for _ in range(draw.randint(1, 4))])
+        stand.replay([draw.randint(1, 32) for _ in range(draw.randint(1, 4))], ())
 
 
 @pytest.mark.parametrize(("new", "lens"), [([1000, 3, 129], [1000, 3, 129]), ([64, 300], [2000, 0])])
@@ -91,7 +92,7 @@ def test_expanded_attention_and_its_log_sum_exp_match_torch(new, lens):
     causal = new == lens
     problem = make_problem(
         new, lens, attention="ragged", num_heads=16, num_kv_heads=16, head_dim=192, v_head_dim=128, device="cuda",
-        dtype="bfloat16", phase="extend", lse=True, causal=causal,
+        dtype="bfloat16", phase="extend", phases=frozenset({"extend"}), lse=True, causal=causal,
     )  # fmt: skip
     result, first, begin = Rig(FlashInferMLA, problem.spec).run(problem), 0, 0
     for n, length in zip(new, lens, strict=True):

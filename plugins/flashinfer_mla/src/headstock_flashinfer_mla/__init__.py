@@ -30,8 +30,8 @@ ONE_TOKEN: dict[str, Any] = {"phases": {"decode"}}
 
 ROPE = 64
 """Dimensions of the rotated part: kernels take multiples, and one more does not fit beside the largest rank."""
-RANKS = (512, 256, 128)
-"""Ranks that fa2, of multiples of 128, and fa3 have in common."""
+RANKS = (512, 256)
+"""Ranks that fa2, of multiples of 128, and fa3 have in common; but of 128, fa3 of 0.6.18 reads memory not its own."""
 
 
 def _records() -> Iterator[Capabilities]:
