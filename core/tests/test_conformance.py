@@ -15,7 +15,8 @@ from headstock.layer import AttentionLayer
 from headstock.requirement import Requirement
 from headstock.testing.cases import cases
 from headstock.testing.honesty import claims, examine
-from headstock.testing.mutants import CausalTopLeft, SoftcapMissing, WindowOneMore
+from headstock.testing.mask_mutants import CausalTopLeft, WindowOneMore
+from headstock.testing.math_mutants import SoftcapMissing
 from headstock.testing.problem import make_spec
 from headstock.testing.report import as_dict, as_html
 from headstock.testing.specimen import CAPABILITIES, LATENT, OFFER, Specimen

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from random import Random
-from typing import Any
 
 from headstock.capabilities import Capabilities
 from headstock.ints import Ints
+from headstock.testing.rows import Fields, Rows, prefixes
 from headstock.testing.sizes import GQA_RATIOS, HEAD_DIMS, HEADS, QUERY_LENS, V_HEAD_DIMS, Level, Sizes
-
-Fields = dict[str, Any]
 
 RANDOM = 60
 """Random problems at the full level, for each record, phase and kind."""
@@ -47,6 +45,7 @@ class Box:
                 "kv_dtype": dtype if same else min(record.kv_dtypes),
             }
         self.n = record.query_lens.nearest(1) if phase == "decode" else 0
+        self.rows = Rows(self.n)
 
     def cases(self) -> Iterator[tuple[str, str, Fields]]:
         """(what, law, fields) of every case."""
@@ -62,17 +61,17 @@ class Box:
 
     def chunked(self) -> Iterator[Fields]:
         """Prompts of one row that are cut in chunks."""
-        for length in self._sizes(self.base, 1):
+        for length in self.rows.lengths(self.base, 1):
             if length > 1:
                 yield {**self.base, "query_lens": (length,), "seq_lens": (length,)}
 
     def _lengths(self) -> Iterator[tuple[str, str, Fields]]:
         """Lengths about the edges of pages: each alone at the base page size, all together at every other."""
-        for new, length in self._rows(self.base):
+        for new, length in self.rows.pairs(self.base):
             yield f"{new}-of-{length}", "matches", {**self.base, "query_lens": (new,), "seq_lens": (length,)}
         for page in self.sizes.pages():
             fields = {**self.base, "page_size": page} if self.cached else self.base
-            yield f"page-{page}", "matches", {**fields, **self._batch(fields), **self._lse()}
+            yield f"page-{page}", "matches", {**fields, **self.rows.batch(fields), **self._lse()}
 
     def _many(self) -> Iterator[tuple[str, Fields]]:
         """Many rows and long ones: what a small problem cannot show of blocks, splits and grids."""
@@ -162,7 +161,7 @@ class Box:
         for poison in ("inf", "huge"):
             yield f"unused-slots-{poison}", {**base, "poison": poison, "padded_rows": 2}
         yield "padded-rows", {**base, "padded_rows": 3}
-        yield "pages-in-common", {**base, "shared": self._prefixes(1), "levels": False}
+        yield "pages-in-common", {**base, "shared": prefixes(1), "levels": False}
 
     def _features(self) -> Iterator[tuple[str, Fields]]:
         """Each feature that is declared, alone and, at the full level, in pairs; then all that go together."""
@@ -203,7 +202,7 @@ class Box:
                 yield "cross", {"causal": False, "cross": True}
         if record.cascade and self.cached:
             for depth in (1, 2):
-                yield f"cascade-{depth}", {"shared": self._prefixes(depth)}
+                yield f"cascade-{depth}", {"shared": prefixes(depth)}
         if self.phase == "decode":
             for n in self.sizes.keep("query_lens", QUERY_LENS, record.query_lens):
                 yield f"query-len-{n}", {"query_len": n}
@@ -211,7 +210,7 @@ class Box:
     def _laws(self) -> Iterator[tuple[str, str, Fields]]:
         """The other laws, each on a batch of the base configuration."""
         record, fields = self.record, {**self.base, **self._lse()}
-        rows = {**fields, **self._batch(fields)}
+        rows = {**fields, **self.rows.batch(fields)}
         scaled: Fields = {}
         if record.kv_scales and self.cached and (kv := sorted(record.kv_dtypes - {"same", fields["dtype"]})):
             scaled = {"kv_dtype": kv[0], "k_scale": 0.04, "v_scale": 0.05}
@@ -224,7 +223,7 @@ class Box:
             if record.sliding_window:
                 yield "window", "cached", {**rows, "window": 3}
             if self.phase == "decode" and (more := self.sizes.keep("query_lens", (2,), record.query_lens)):
-                yield f"query-len-{more[0]}", "cached", {**fields, **self._batch(self.base, more[0])}
+                yield f"query-len-{more[0]}", "cached", {**fields, **self.rows.batch(self.base, more[0])}
             if record.lse and self.n == 1:
                 yield "parts", "merges", rows
             yield "batch", "plans", {**rows, **scaled, **special}
@@ -301,62 +300,11 @@ class Box:
     def batched(self, fields: Fields) -> Fields:
         """These fields with rows of all lengths; "query_len" among them is one that decode is asked for."""
         n = fields.get("query_len")
-        return {name: value for name, value in fields.items() if name != "query_len"} | self._batch(fields, n)
-
-    def _batch(self, fields: Fields, n: int | None = None) -> Fields:
-        """Rows of all lengths at once, as these fields allow."""
-        n = n or self.n
-        if "shared" in fields:
-            lens = self._shared_lens(fields["shared"], fields["page_size"])
-            return {
-                "query_lens": tuple([n or 2 for _ in lens]),
-                "seq_lens": tuple(length + (n or 2) for length in lens),
-            }
-        if fields.get("cross") or fields["attention"] == "ragged":
-            return {"query_lens": tuple([n or i + 1 for i in range(5)]), "seq_lens": (5, 0, 1, 9, 3)}
-        rows = self._rows(fields, n)
-        return {"query_lens": tuple([new for new, _ in rows]), "seq_lens": tuple([length for _, length in rows])}
-
-    def _rows(self, fields: Fields, n: int | None = None) -> list[tuple[int, int]]:
-        """(new, keys) of rows whose keys end about the edges of pages."""
-        n = n or self.n
-        if n:
-            return [(n, length) for length in self._sizes(fields, n)]
-        page = min(fields.get("page_size") or 4, 64)
-        pairs = {
-            (1, 0),
-            (page - 1, 0),
-            (page, 0),
-            (page + 1, 0),
-            (2, page - 1),
-            (page, page),
-            (1, 2 * page),
-            (3, page + 1),
-        }
-        return [(new, new + prefix) for new, prefix in sorted(pairs) if new]
-
-    def _sizes(self, fields: Fields, n: int) -> list[int]:
-        page = fields.get("page_size") or 4
-        return sorted({n, n + 1, page - 1, page, page + 1, 2 * page, 3 * page + 1} - set(range(n)))
-
-    def _prefixes(self, depth: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Shared levels of five rows: runs that share, one without rows, and a row that shares nothing anywhere."""
-        return (((2, 2), (0, 0), (1, 0), (2, 1)), ((2, 1), (1, 0), (2, 1)))[:depth]
-
-    def _shared_lens(self, shared: Iterable[Iterable[tuple[int, int]]], page: int) -> list[int]:
-        """Keys before the new ones: what is shared, and a few of its own."""
-        begin: list[int] = [0] * 5
-        for level in shared:
-            first = 0
-            for rows, pages in level:
-                for row in range(first, first + rows):
-                    begin[row] += pages * page
-                first += rows
-        return [start + own for start, own in zip(begin, (0, 3, 1, page, 2 * page + 1), strict=True)]
+        return {name: value for name, value in fields.items() if name != "query_len"} | self.rows.batch(fields, n)
 
     def _slack(self) -> int:
         """How far the longest context that is declared lies beyond the longest row of a batch."""
-        longest: int = max(self._batch(self.base)["seq_lens"])
+        longest: int = max(self.rows.batch(self.base)["seq_lens"])
         return max((self.record.max_context.last or longest) - longest, 0)
 
     def _together(self, fields: Fields) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 from headstock.capabilities import ATTENTION_KINDS, PHASES
 from headstock.offer import Offer
 from headstock.requirement import Requirement
-from headstock.testing.box import Box, Fields
+from headstock.testing.box import Box
 from headstock.testing.problem import make_spec
+from headstock.testing.rows import Fields
 from headstock.testing.sizes import Level
 
 

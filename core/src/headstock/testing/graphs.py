@@ -15,7 +15,8 @@ from headstock.batch import ForwardBatch, SharedLevel
 from headstock.device import Device
 from headstock.kv.sharing import Level, Run
 from headstock.runner.levels import Shared
-from headstock.runner.static_batch import GroupPages, StaticStep
+from headstock.runner.refresh import GroupPages
+from headstock.runner.static_batch import StaticStep
 from headstock.testing.draw import Segments
 from headstock.testing.problem import POISON, Problem, Result, make_problem
 from headstock.testing.replays import Replays

@@ -11,10 +11,11 @@ from headstock.capabilities import AXES
 from headstock.negotiate import negotiate
 from headstock.offer import Offer
 from headstock.requirement import Requirement
-from headstock.testing.box import Box, Fields
+from headstock.testing.box import Box
 from headstock.testing.cases import boxes
 from headstock.testing.problem import make_problem, make_spec
 from headstock.testing.rig import Rig, Trespass
+from headstock.testing.rows import Fields
 from headstock.testing.sizes import LATENTS
 
 Verdict = Literal["refused", "could be declared"]

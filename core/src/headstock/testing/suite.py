@@ -111,12 +111,13 @@ class Suite:
 
     def check(self, each: Case | Claim) -> Status:
         """Runs one; raises what it raises."""
-        if isinstance(each, Claim):
-            return examine(self.backend, self.offer, each)
-        if each.other:
-            other_reads_what_was_written(self.backend, load_backend(self._others[each.other]), each.fields)
-        else:
-            LAWS[each.law](self.backend, each.fields)
+        with self.device.active():
+            if isinstance(each, Claim):
+                return examine(self.backend, self.offer, each)
+            if each.other:
+                other_reads_what_was_written(self.backend, load_backend(self._others[each.other]), each.fields)
+            else:
+                LAWS[each.law](self.backend, each.fields)
         return "passed"
 
     def describe(self, each: Case | Claim, error: BaseException) -> str:
