@@ -131,14 +131,15 @@ def test_every_layer_group_is_measured_by_itself():
     assert measured[0].work.flops < measured[1].work.flops
 
 
-def test_latent_attention_is_measured_absorbed():
+def test_latent_attention_is_measured_in_both_forms():
     latent = config(
         model_type="deepseek_v2", num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=None,
         qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, num_experts_per_tok=1,
     )  # fmt: skip
     measured = compare("decode:3x20 extend:2x5+9", Candidate.of(OFFER), of=latent)
-    assert [each.failure for each in measured] == ["", ""]
-    assert measured[0].kv_layout == "latent"
+    assert [(each.label, each.failure, each.kv_layout) for each in measured] == [
+        ("specimen", "", "latent"), ("specimen", "", "latent"), ("specimen, expanded", "", "latent"),
+    ]  # fmt: skip
     assert measured[0].work.flops == 2 * 3 * 20 * 4 * (20 + 16)
 
 

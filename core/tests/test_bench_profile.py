@@ -207,7 +207,7 @@ def file(tmp_path):
 def test_a_profile_survives_its_file_and_serves_its_own_machine(file):
     save(profile(), file)
     assert read(file) == profile()
-    assert judge(file, HERE, VERSIONS, needs_of()) == (profile().measurements(), "")
+    assert judge(file, HERE, VERSIONS, needs_of()) == (profile().measurements(), "", ())
     assert [each.name for each in file.parent.iterdir()] == [file.name]
 
 

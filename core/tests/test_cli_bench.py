@@ -254,6 +254,44 @@ def test_a_profile_that_is_foreign_or_corrupt_is_named_and_ignored(headstock, tm
     assert "measured 1000" in out
 
 
+def test_a_profile_of_which_nothing_can_be_used_is_named_with_the_reason(headstock, tmp_path, monkeypatch):
+    headstock("tune", *GRID, "--profile-file", "mine.json")
+    content = json.loads((tmp_path / "mine.json").read_text(encoding="utf-8"))
+    gone = [point | {"backend": "gone"} for point in content["points"]]
+    mine = ("--profile-file", "mine.json")
+    cases = [
+        (content["points"], ("--page-size", "4"), "it is of ample, quick at page size 16 nhd, which is not open here"),
+        (gone, (), "it is of gone, and none of these can be chosen here"),
+        ([], (), "it has no figures"),
+    ]
+    for points, flags, why in cases:
+        (tmp_path / "mine.json").write_text(json.dumps(content | {"points": points}), encoding="utf-8")
+        said = " ".join(headstock("explain", *mine, *flags)[1].split())
+        assert "the profile mine.json is " in said
+        assert f"{why}; type: headstock tune" in said
+    one = [point for point in content["points"] if point["backend"] == "quick"]
+    (tmp_path / "mine.json").write_text(json.dumps(content | {"points": one}), encoding="utf-8")
+    said = headstock("explain", *mine, "--prefill-attention-backend", "ample")[1]
+    assert "the profile" not in said, "of some use is used"
+    said = " ".join(headstock("explain", *mine, "--attention-backend", "ample")[1].split())
+    assert "the profile mine.json is not used: it is of quick, and none of these can be chosen here" in said
+
+
+def test_doctor_names_the_profile_of_the_configuration_and_what_is_wrong_with_it(headstock, tmp_path):
+    from headstock.cli.examine import profile
+
+    config = 'model = "config.json"\ndevice = "cpu"\ndtype = "float32"\nprofile-file = "mine.json"\n'
+    headstock("tune", *GRID, "--profile-file", "mine.json")
+    (tmp_path / "headstock.toml").write_text(config, encoding="utf-8")
+    assert profile() == {"profile": str(tmp_path / "mine.json")}
+    (tmp_path / "headstock.toml").write_text(f"{config}page-size = 4\n", encoding="utf-8")
+    assert "is not used: it is of ample, quick at page size 16" in profile()["profile"]
+    (tmp_path / "mine.json").write_text("[]", encoding="utf-8")
+    assert "is ignored: " in profile(str(tmp_path / "headstock.toml"))["profile"]
+    (tmp_path / "headstock.toml").write_text(f"{config}page-size = 0\n", encoding="utf-8")
+    assert profile()["profile"].startswith("nothing can be told of it: ")
+
+
 def test_explain_verbose_tells_kernels(headstock):
     _, out, _ = headstock("explain", "--verbose")
     assert "decode, decode:1x1024: ample: products, keys 1024" in out

@@ -13,9 +13,11 @@ from importlib.util import find_spec
 import pytest
 
 from headstock.capabilities import AXES, Capabilities
+from headstock.cli.doctor import profile_told
 from headstock.cli.gpus import GPUS
 from headstock.cli.hardware import Hardware
 from headstock.cli.main import main
+from headstock.cli.settings import Settings
 from headstock.decision import Decision
 
 START = "from headstock.cli.main import main; main()"
@@ -484,6 +486,17 @@ def test_doctor_tells_of_a_bad_configuration_file(headstock, install, tmp_path):
     code, out, _ = headstock("doctor", "--timeout", "30")
     assert code == 1
     assert "page-size, perhaps" in out
+
+
+def test_doctor_tells_of_a_profile_that_is_of_no_use(install, tmp_path):
+    install("any")
+    config = tmp_path / "elsewhere.toml"
+    config.write_text('profile-file = "p.json"\ndevice = "cpu"\n', encoding="utf-8")
+    (tmp_path / "p.json").write_text("[]", encoding="utf-8")
+    told = profile_told(Settings.load(config, {}), config, 60.0)["profile"]
+    assert told.startswith(f"the profile is ignored: {tmp_path / 'p.json'} is no profile: ")
+    config.write_text("profile = false\n", encoding="utf-8")
+    assert profile_told(Settings.load(config, {}), config, 60.0) == {}
 
 
 def test_the_gpu_table_is_plausible():

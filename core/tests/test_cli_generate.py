@@ -471,6 +471,27 @@ def test_ctrl_c_saves_what_is_finished_and_a_run_goes_on_from_there(generate, pl
     assert output.read_bytes() == whole.read_bytes()
 
 
+def test_a_file_that_another_run_writes_is_refused_until_that_ends(generate, plain, model, tmp_path):
+    """Of another process, also by another name of the file; and once it is killed, nothing is in the way."""
+    file, output, link = jsonl(tmp_path / "in.jsonl", *RECORDS), tmp_path / "out.jsonl", tmp_path / "link.jsonl"
+    flags = ["--prompt-file", file, "--max-batch", 1]
+    process = slow_process(model, tmp_path, *flags, "--output", output)
+    try:
+        until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 1)
+        link.symlink_to(output)
+        for name in (output, link):
+            for more in ([], ["--resume"]):
+                told = f"cannot write {name}: another run is writing it"
+                assert refused(generate(*flags, "--raw", "--output", name, *more), told)
+        assert generate("Hi", "--raw", "--output", tmp_path / "other.jsonl", "--max-tokens", 1)[0] == 0
+    finally:
+        process.kill()
+        process.communicate()
+    assert generate(*flags, "--raw", "--output", output, "--resume")[0] == 0
+    assert len(output.read_bytes().splitlines()) == len(RECORDS)
+    assert {each.name for each in tmp_path.iterdir() if "lock" in each.name} == set()
+
+
 def test_a_terminal_shows_how_far_a_run_is_and_how_fast(plain, model, tmp_path):
     file = jsonl(tmp_path / "in.jsonl", *RECORDS)
     ours, theirs = pty.openpty()

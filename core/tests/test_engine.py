@@ -475,6 +475,49 @@ def test_an_interruption_anywhere_leaves_an_engine_that_can_be_closed_and_serves
     assert [done[number, 1].tokens for number in numbers] == [alone(prompt, GREEDY) for prompt in prompts]
 
 
+@pytest.mark.parametrize("lines", [60, 150, 400, 560, 640])
+def test_closing_a_torn_engine_leaves_what_another_has_on_the_same_runner(make, alone, lines):
+    left = lines
+
+    def trace(frame, event, _):
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(("scheduler.py", "page_table.py", "radix.py", "allocator.py")):
+            return None
+        left -= event == "line"
+        if left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    other = make(kv_tokens=160)
+    other.check = False  # all that is held is its own, it would assert
+    with other, Engine(other.runner, other.tokenizer) as engine:
+        number = other.add_request(prompt_of(17), GREEDY)
+        cached = other.add_request(prompt_of(9), SamplingParams(max_tokens=2))
+        while not any(output.request == cached and output.completion for output in other.step()):
+            pass
+        held = other.stats.pages - other.stats.free_pages
+        sys.settrace(trace)
+        try:
+            for seed in range(4):
+                engine.add_request([*prompt_of(8), seed], GREEDY)
+            drain(engine)
+        except KeyboardInterrupt:
+            sys.settrace(None)
+        finally:
+            sys.settrace(None)
+        assert not engine._sound
+        engine.close()
+        assert other.stats.pages - other.stats.free_pages == held
+        assert other.runner.pages.num_free_slots == 4 - len(other.scheduler.running)
+        done = drain(other)
+        assert done[number, 0].tokens == alone(prompt_of(17), GREEDY)
+        engine.add_request(prompt_of(8), GREEDY)
+        assert drain(engine)
+        other.runner.pages.check()
+    assert other.runner.pages.allocator.num_free == other.stats.pages
+    assert other.runner.pages.num_free_slots == 4
+
+
 # Streams and aborts
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from headstock.fusing import Fusing, fusing
 from headstock.models.linear import Linear
 from headstock.models.pointwise import Pointwise, pointwise
 from headstock.models.rope import Rope
 from headstock.models.rope_config import RopeConfig
+from headstock.runner.refresh import Refresh, refresh
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -62,6 +65,16 @@ def test_few_rows_are_split_along_what_is_summed(tokens):
     close(normed, Pointwise().norm(want, weight.double(), EPS))
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(256, 384), (192, 384), (256, 320), (10, 7)])  # blocks divide the first
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 32, 40])
+def test_gates_of_a_product(tokens, bias, rows, columns):
+    x, weight = drawn(tokens, columns, dtype=torch.float16), drawn(rows, columns, dtype=torch.float16) / 16
+    layer = Linear(weight, drawn(rows, dtype=torch.float16) if bias else None)
+    exact = Linear(weight.double(), None if layer.bias is None else layer.bias.double())
+    close(Fused().gate(layer, x), Pointwise().gate(exact, x.double()))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("heads", "dim"), [(1, 8), (5, 64), (40, 128), (3, 96)])
@@ -81,4 +94,19 @@ def test_rotation_in_place_leaves_the_values_beside_it_alone(dtype, normed, head
 
 
 def test_a_cpu_has_torchs_own():
+    assert fusing(torch.device("cpu")) == Fusing(False)
     assert type(pointwise(torch.device("cpu"))) is Pointwise
+
+
+def test_where_triton_runs_no_kernel_torchs_own_take_over_and_it_is_told_why(monkeypatch):
+    def failing(self, gate_up):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+
+    monkeypatch.setattr(Fused, "silu_gate", failing)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)  # of a GPU that need not be there
+    device = torch.device("cuda", 7)
+    assert not fusing(device).able
+    assert fusing(device).fault.endswith("takes torch's own operations: Failed to find C compiler.")
+    assert type(pointwise(device)) is Pointwise
+    assert type(refresh(device)) is Refresh

@@ -14,13 +14,15 @@ from headstock.backend import GraphBucket
 from headstock.device import Device
 from headstock.kv.layout import NHD
 from headstock.kv.pool import KVPool
+from headstock.kv.sharing import Run
 from headstock.layer import AttentionLayer
 from headstock.models.config import ModelConfig
 from headstock.models.llama import Llama
 from headstock.runner.graph import CaptureReport, Fallback, GraphBackend, GraphRunner
+from headstock.runner.levels import Shared
 from headstock.runner.limits import bucket_sizes
-from headstock.runner.static_batch import GroupPages
-from headstock.testing.mutants import AsksTheDevice, StaleLengths
+from headstock.runner.refresh import GroupPages
+from headstock.testing.graph_mutants import AsksTheDevice, StaleLengths
 from headstock.testing.problem import make_spec
 from headstock.testing.specimen import Specimen
 
@@ -35,10 +37,17 @@ CONFIG = ModelConfig.from_hf(
 
 
 class Machine:
-    """A tiny model over one paged cache, every slot's pages dealt beforehand, run eagerly or by graphs."""
+    """A tiny model over one paged cache, every slot's pages dealt beforehand, run eagerly or by graphs.
+
+    Its layers take turns in the groups that are named.
+    """
 
     def __init__(
-        self, backend: type[Specimen] = Specimen, sizes: tuple[int | GraphBucket, ...] = (1, 2, 4), device: str = "cpu"
+        self,
+        backend: type[Specimen] = Specimen,
+        sizes: tuple[int | GraphBucket, ...] = (1, 2, 4),
+        device: str = "cpu",
+        groups: tuple[str, ...] = ("all",),
     ):
         width = CONTEXT // PAGE
         self.table = torch.zeros(SLOTS + 1, width, dtype=torch.int32, device=device)
@@ -52,30 +61,36 @@ class Machine:
             "max_context": CONTEXT,
         }
         buckets = tuple(size if isinstance(size, GraphBucket) else GraphBucket(size) for size in sizes)
-        self.spec: BackendSpec = make_spec({**fields, "graph_buckets": buckets}, [1])
-        self.backend = backend(self.spec, Workspace(torch.zeros(0), torch.zeros(0)))
+        fields |= {"graph_buckets": buckets, "max_levels": max(bucket.levels for bucket in buckets)}
+        self.spec: BackendSpec = make_spec(fields, [1])
+        self.groups = groups
+        self.backends = {group: backend(self.spec, Workspace(torch.zeros(0), torch.zeros(0))) for group in groups}
         self.model = Llama(CONFIG, torch.float32, device)
         self.model.init_random()
         pool = KVPool(self.spec, NHD, 3, SLOTS * width + 1)
         self.layers = [AttentionLayer(index, view) for index, view in enumerate(pool.views)]
-        group = GraphBackend("all", backend.__name__, self.backend, self.spec, GroupPages(self.table))
-        self.graphs = GraphRunner(Device.open(device), [group], self.run)
+        pages = GroupPages(self.table)
+        each = [GraphBackend(group, backend.__name__, own, self.spec, pages) for group, own in self.backends.items()]
+        self.graphs = GraphRunner(Device.open(device), each, self.run)
 
     def run(
         self, ids: torch.Tensor, positions: torch.Tensor, batches: Mapping[str, ForwardBatch], rows: Any = None
     ) -> Any:
         def attend(index: int, q: Any, k: Any, v: Any, out: Any) -> None:
-            self.backend.forward(q, k, v, self.layers[index], batches["all"], out=out)
+            group = self.groups[index % len(self.groups)]
+            self.backends[group].forward(q, k, v, self.layers[index], batches[group], out=out)
 
         return self.model.forward(ids, positions, attend, rows)
 
     @torch.inference_mode()
     def eager(self, slots: list[int], lens: list[int], tokens: list[int]) -> torch.Tensor:
         news = [len(tokens) // len(slots)] * len(slots)
-        batch = ForwardBatch.from_lengths(news, lens, self.table[slots], PAGE)
-        self.backend.init_forward_metadata(batch)
-        self.backend.init_forward_metadata_in_graph(batch)
-        return self.run(torch.tensor(tokens, device=self.table.device), batch.positions, {"all": batch})
+        batches = {}
+        for group, backend in self.backends.items():
+            batches[group] = batch = ForwardBatch.from_lengths(news, lens, self.table[slots], PAGE)
+            backend.init_forward_metadata(batch)
+            backend.init_forward_metadata_in_graph(batch)
+        return self.run(torch.tensor(tokens, device=self.table.device), batch.positions, batches)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -222,3 +237,68 @@ def test_exact_sizes_and_padded_ones_agree(device):
     for slots in ([0], [2, 0], [1, 2, 4]):
         args = slots, [1] * len(slots), [slot + 1 for slot in slots]
         torch.testing.assert_close(padded.graphs.step(*args).logits, exact.graphs.step(*args).logits, atol=1e-5, rtol=0)
+
+
+def sharing(machine: Machine, group: str = "all") -> tuple[tuple[list[int], list[int], list[int]], Shared]:
+    """A step of slots 3, 1 and 0, of which the first and last begin with the same page, and what they share."""
+    n = machine.spec.graph_buckets[0].query_len
+    machine.table[3, 0] = machine.table[0, 0]
+    for slot in (0, 1, 3):
+        machine.eager([slot], [6], [7, 8, 9, 10, 11, slot])
+    runs = (Run(2, (int(machine.table[0, 0]),)), Run(1, ()))
+    return ([3, 1, 0], [6 + n] * 3, list(range(20, 20 + 3 * n))), Shared([2, 0, 1], {group: (runs,)})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("groups", [("all",), ("all", "more")])
+@pytest.mark.parametrize("n", [1, 3])
+def test_rows_that_share_a_prefix_are_replayed_in_its_order_and_told_in_the_callers(device, groups, n):
+    """Levels that only a later group found hold for the others too, which read the same table."""
+    machine = Machine(sizes=(GraphBucket(4, n, 1), GraphBucket(4, n)), device=device, groups=groups)
+    assert not any(report.failure for report in machine.graphs.capture())
+    step, shared = sharing(machine, groups[-1])
+    got = machine.graphs.step(*step, shared)
+    assert got is not None
+    torch.testing.assert_close(got.logits, machine.eager(*step), atol=1e-5, rtol=0)
+    assert torch.equal(got.sampled.tokens, got.logits.argmax(-1))
+    assert machine.graphs.replays == {GraphBucket(4, n, 1): 1}
+    for group in groups:
+        [level] = machine.graphs.batches[GraphBucket(4, n, 1)][group].shared_levels
+        assert level.page_indices[:2].tolist() == [machine.table[0, 0].item(), 0]
+
+
+class Cramped(Specimen):
+    """A backend whose captured level holds no run that shares a page, and that replays no two rows at all."""
+
+    def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
+        if any(int(level.page_indptr_cpu[-1]) for level in batch.shared_levels):
+            raise GraphFallback("more shared prefixes than the captured level holds")
+        if batch.num_real_reqs == 2:
+            raise GraphFallback("two rows are too many")
+        super().init_forward_metadata_replay_cuda_graph(batch)
+
+
+def test_what_a_captured_level_does_not_hold_is_replayed_without_levels():
+    machine = Machine(Cramped, sizes=(GraphBucket(4, 1, 1), GraphBucket(4)))
+    machine.graphs.capture()
+    step, shared = sharing(machine)
+    got = machine.graphs.step(*step, shared)
+    assert got is not None
+    torch.testing.assert_close(got.logits, machine.eager(*step), atol=1e-5, rtol=0)
+    assert (machine.graphs.replays, machine.graphs.fallbacks) == ({GraphBucket(4): 1}, {})
+    shared = Shared([0, 1], {"all": ((Run(2, (1,)),),)})
+    assert machine.graphs.step([0, 3], [6, 6], [1, 1], shared) is None
+    assert machine.graphs.fallbacks == {Fallback("backend", "two rows are too many"): 1}, "once, for what decided"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_buffers_are_told_of_beside_the_captures(device):
+    graphs = Machine(device=device).graphs
+    before, buffers = graphs.num_bytes, graphs.static.num_bytes
+    reports = graphs.capture()
+    width = CONTEXT // PAGE
+    per_row = {"inputs": 3 * 8, "lengths": 2 * 4, "positions and slots": 2 * 8, "pages": 4 * width}
+    assert buffers == 4 * sum(per_row.values()) + 4, "and where the last row ends"
+    assert graphs.buffer_bytes == before >= buffers
+    assert graphs.num_bytes == before + sum(report.num_bytes for report in reports)
+    assert f"{graphs.num_bytes / 2**20:.0f} MiB" in graphs.cost()

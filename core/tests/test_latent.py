@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstock.backend import BackendSpec, Workspace
 from headstock.batch import ForwardBatch
@@ -15,7 +19,15 @@ from headstock.layer import AttentionLayer
 from headstock.models.config import LayerShape
 from headstock.models.deepseek_config import MLAConfig
 from headstock.models.mla import UpProjection
-from headstock.runner.latent import MAX_CHUNKS, AbsorbedSegment, ExpandedSegment, break_even, cut, expand_from
+from headstock.runner.latent import (
+    MAX_CHUNKS,
+    AbsorbedSegment,
+    ExpandedSegment,
+    break_even,
+    cut,
+    expand_from,
+    expansion_bytes,
+)
 from headstock.testing.specimen import Specimen
 
 MLA = MLAConfig(q_rank=None, kv_rank=8, nope_dim=5, rope_dim=2, v_dim=3)
@@ -148,3 +160,75 @@ def test_expanding_breaks_even_where_it_takes_fewer_multiplications(tokens):
 
 def test_a_latent_no_wider_than_a_head_is_never_worth_expanding():
     assert expand_from(shape(1, 64, 8, 16, 64)) > 1_000_000
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made inside and alive at once; `others` are there before."""
+
+    def __init__(self, *others: torch.Tensor):
+        super().__init__()
+        self.before = {each.untyped_storage().data_ptr() for each in others}
+        self.alive: Counter[int] = Counter()  # tensors by their storage
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        for each in made if isinstance(made, tuple | list) else (made,):
+            storage = each.untyped_storage()
+            if storage.data_ptr() not in self.before:
+                self.now += 0 if self.alive[storage.data_ptr()] else storage.nbytes()
+                self.alive[storage.data_ptr()] += 1
+                weakref.finalize(each, self.drop, storage.data_ptr(), storage.nbytes())
+        self.most = max(self.most, self.now)
+        return made
+
+    def drop(self, key, size):
+        self.alive[key] -= 1
+        self.now -= 0 if self.alive[key] else size
+
+
+class Still(Specimen):
+    """A backend that takes no memory of its own."""
+
+    def forward(self, q, k, v, layer, batch, *, out, lse=None):
+        out.zero_()
+        if lse is not None:
+            lse.zero_()
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk"), [([(6, 34)], 8), ([(6, 14), (6, 14)], 12), ([(12, 0)], 64), ([(4, 60), (4, 60), (4, 60)], 1)]
+)
+def test_what_expanding_takes_is_planned_for_and_little_more(rows, chunk, monkeypatch):
+    """Of several chunks one at a time, of one chunk all of it, of new tokens alone nothing that merges."""
+    monkeypatch.setattr("headstock.runner.latent.CHUNK_TOKENS", chunk)
+    scene, context, tokens = Scene(rows), max(map(sum, rows)), sum(new for new, _ in rows)
+    limits = {"context": context, "max_batch": len(rows), "max_tokens": tokens, "least": 1, "size": 4}
+    planned = expansion_bytes(shape(HEADS, 5, 2, 8, 3), **limits)
+    spec = Still(EXPANDED, Workspace(*(torch.zeros(0, dtype=torch.uint8) for _ in range(2))))
+    segment = ExpandedSegment.of(spec, scene.batch, None)
+    segment.plan()
+    out = torch.empty(tokens, HEADS, 3)
+    with torch.inference_mode(), Allocated(scene.q, scene.new, out, scene.pool.storage, scene.up.weight) as allocated:
+        segment.run(scene.q, scene.new, scene.up, scene.layer, out)
+    assert allocated.most <= planned
+    if segment.chunks:
+        assert planned <= 1.4 * allocated.most
+
+
+@pytest.mark.parametrize(
+    ("fields", "keys", "tokens"),
+    [
+        ({}, 3 * 163840 // 16, 2048),  # three rows of 513 new tokens or more, their prefixes in sixteen chunks
+        ({"context": 4096}, 8192, 2048),
+        ({"max_batch": 1, "context": 4096}, 4096, 2048),
+        ({"max_batch": 1, "context": 1024, "max_tokens": 8192}, 1024, 1024),
+        ({"least": 2}, 32 * 163840 // 16, 2048),
+        ({"max_tokens": 512}, 0, 0),
+    ],
+)
+def test_a_plan_for_expanding_is_of_the_largest_chunk_of_the_rows_that_can_be_expanded(fields, keys, tokens):
+    """With DeepSeek-V3's dimensions: 128 heads of 128 + 64 and 128, and vectors of 512 + 64, in two bytes a number."""
+    limits = {"context": 163840, "max_batch": 32, "max_tokens": 2048, "least": 513, "size": 2} | fields
+    per_key, per_token = 2 * (576 + 128 * (192 + 256)), 128 * (128 * (2 + 4 + 4) + 3 * 4)
+    assert expansion_bytes(shape(128, 128, 64, 512, 128), **limits) == keys * per_key + tokens * per_token

@@ -83,6 +83,14 @@ def test_layers_with_a_window_take_no_more_pages_than_they_can_use(given, pages,
     assert made.lines()[-1].split() == ["window", "4:", "the", "last", "of", "them", "in", str(kept - 1), "pages"]
 
 
+def test_what_a_step_takes_to_expand_latent_vectors_is_kept_free():
+    without, planned = plan(), plan(expansion=1_000)
+    assert planned.kv_cache == without.kv_cache - 500  # a CPU's half of it
+    assert [line.split()[0] for line in planned.lines()] == ["weights", "workspaces", "expansion", "KV", "464"]
+    with pytest.raises(MemoryPlanError, match="for the rest"):
+        plan(expansion=7_000)
+
+
 def test_the_plan_is_told_by_purpose():
     assert [line.split()[0] for line in plan().lines()] == ["weights", "workspaces", "KV", "544"]
     assert [line.split()[0] for line in plan(scratch=0, state=0).lines()] == ["weights", "KV", "624"]

@@ -174,27 +174,39 @@ def test_misuse_is_refused_and_changes_nothing():
     assert pages.allocator.num_free == 6
 
 
-def test_whatever_state_it_is_in_it_can_be_cleared_and_its_mirrors_follow():
-    window = WindowPages(5, 9, 4, 9, 3)
-    pages = PageTable(PageAllocator(9), 4, 3, 24, {5: window})
+def test_in_whatever_state_it_is_what_one_has_can_be_released_and_mirrors_follow():
+    """Two rows and an idle page are mine, one row is another's, and my accounts are torn."""
+    window = WindowPages(5, 12, 4, 12, 4)
+    pages = PageTable(PageAllocator(12), 4, 4, 24, {5: window})
     mirrors = [pages.mirror(Device.open("cpu")), window.mirror(Device.open("cpu"))]
-    for tokens in (9, 4):
-        pages.reserve({(slot := pages.open()): tokens})
+    slots = [pages.open(owner=owner) for owner in ("mine", "another's", "mine")]
+    for slot, tokens in zip(slots, (9, 12, 4), strict=True):
+        pages.reserve({slot: tokens})
         pages.advance(slot, tokens)
+    theirs, row = list(pages.pages(slots[1])), pages.rows([slots[1]], 24)
+    window.slide(slots[1], theirs, 12)
     for mirror in mirrors:
         mirror.update()
-        assert mirror.tensor.count_nonzero() == 4
+        assert mirror.tensor.count_nonzero() == 7
     window._readers[1] += 1
+    window._idle.clear()
+    window.allocator.free([window.of[theirs[0]]])
     pages._free_slots.pop()
-    pages.allocator.allocate(2)
-    pages.clear()
+    pages.allocator.owners[1] = None
+    pages.allocator.allocate(2, "mine")
+    pages.release("mine")
     for mirror in mirrors:
         mirror.update()
-        assert mirror.tensor.count_nonzero() == 0
+        assert mirror.tensor.count_nonzero() == 3
     assert (pages.allocator.num_free, window.allocator.num_free, pages.num_free_slots) == (8, 8, 3)
-    slots = [pages.open() for _ in range(3)]
-    pages.reserve({slots[0]: 20, slots[1]: 12})
+    assert torch.equal(pages.rows([slots[1]], 24), row)
+    assert pages.length(slots[1]) == 12
     pages.check()
+    again = [pages.open(owner="mine") for _ in range(3)]
+    pages.reserve({again[0]: 20, again[1]: 12})
+    pages.check()
+    pages.close(slots[1])
+    assert pages.own_pages() == [*pages.pages(again[0]), *pages.pages(again[1])]
 
 
 def test_a_mirror_loses_nothing_when_it_is_interrupted(monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 SIX_LINES = """
 from headstock.testing import AttentionConformance
-from headstock.testing.mutants import {backend}
+from headstock.testing.math_mutants import {backend}
 from headstock.testing.specimen import CAPABILITIES
 from headstock import Offer
 

@@ -20,6 +20,7 @@ from headstock.engine.engine import Engine
 from headstock.engine.sampling import SamplingParams
 from headstock.engine.tokenizer import Tokenizer
 from headstock.errors import HeadstockError, NegotiationError
+from headstock.fusing import Fusing
 from headstock.models.config import ModelConfig
 from headstock.plugins import Plugin
 from headstock.policy import Policy
@@ -297,6 +298,11 @@ def test_memory_for_graphs_is_planned_before_the_cache():
     assert ours.memory.graphs > 0
     assert runner(page_size=1).memory.graphs > ours.memory.graphs, "tables of four times as many pages"
     assert any(line.startswith("graphs") for line in ours.memory.lines())
+
+
+def test_what_keeps_kernels_from_being_fused_is_told(monkeypatch):
+    monkeypatch.setattr("headstock.runner.runner.fusing", lambda device: Fusing(False, "no C compiler"))
+    assert runner(graph="off").notices == ["no C compiler"]
 
 
 def test_sizes_are_checked():

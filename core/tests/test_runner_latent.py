@@ -127,6 +127,25 @@ def test_what_a_token_takes_is_told_beside_what_it_would():
     assert "bytes per token" not in "\n".join(plain.memory.lines())
 
 
+@pytest.mark.parametrize(
+    ("policy", "kv_tokens", "rows", "context"),
+    [
+        (Policy(), 512, 1, 96),  # from 81 tokens on: one row in a step of 128
+        (Policy(expand_from=40), 512, 3, 96),
+        (Policy(unserved={"all/extend"}), 512, 4, 96),
+        (Policy(unserved={"all/extend"}), 20, 4, 20),
+        (Policy(unserved={"all/expand"}), 512, 0, 0),
+    ],
+)
+def test_the_memory_plan_has_what_expanding_takes(policy, kv_tokens, rows, context):
+    runner = ModelRunner(
+        CONFIG, offers=[OFFER], policy=policy, dtype="float32", max_batch=4, max_tokens=128, kv_tokens=kv_tokens
+    )
+    keys, tokens = rows * context, min(rows * context, 128)
+    assert runner.memory.expansion == keys * 4 * (20 + 4 * (12 + 8 + 12)) + tokens * 4 * (12 * 12 + 12)
+    assert any(line.startswith("expansion") for line in runner.memory.lines()) == bool(rows)
+
+
 # ---- what it computes
 
 

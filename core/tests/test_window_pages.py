@@ -187,3 +187,39 @@ def test_a_window_that_lacks_pages_refuses_and_changes_nothing_else():
     again = pages.open()
     pages.reserve({again: 8})
     pages.check()
+
+
+class Interrupting(list):
+    """A list that is interrupted once, before its `left`th assignment or after it."""
+
+    def __init__(self, values, left, after):
+        super().__init__(values)
+        self.left, self.after = left, after
+
+    def __setitem__(self, place, value):
+        self.left -= 1
+        if self.left or self.after:
+            super().__setitem__(place, value)
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("account", "left"), [("_readers", 1), ("_readers", 2), ("_readers", 3), ("_first", 1)])
+def test_a_row_lets_go_in_whole_wherever_it_is_interrupted(account, left, after):
+    pages = table(4, num_pages=30)
+    window, slots = pages.windows[4], [pages.open(), pages.open()]
+    for slot in slots:
+        pages.reserve({slot: 10})
+        pages.advance(slot, 10)
+    setattr(window, account, Interrupting(getattr(window, account), left, after))
+    with pytest.raises(KeyboardInterrupt):
+        pages.reserve({slots[0]: 10})
+    pages.check()
+    assert window._first == [3, 0, 0]
+    pages.reserve(dict.fromkeys(slots, 11))
+    pages.check()
+    for slot in slots:
+        pages.close(slot)
+    assert window.num_used == 0
+    pages.check()

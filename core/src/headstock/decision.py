@@ -175,6 +175,11 @@ class Decision(_Record):
                 raise ValueError(f"choices: {need.where} has {given}, others have {size} and {layout}")
         return self
 
+    def cached(self, group: str) -> Requirement:
+        """What a layer group caches, as one of its roles asks for it."""
+        served = (each for each in self.choices if each.group == group and each.winners)
+        return next(each.requirement for each in served if each.requirement.cached)
+
     @property
     def solved(self) -> bool:
         """Whether every role, or its alternative, is served."""

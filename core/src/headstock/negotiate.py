@@ -32,7 +32,7 @@ from headstock.ranking import Ranking
 from headstock.reasons import Reasons
 from headstock.refusals import Agreement, refusal
 from headstock.requirement import Requirement
-from headstock.solver import answering, cover, groups_of, solve
+from headstock.solver import Role, answering, cover, groups_of, solve
 
 __all__ = [
     "Candidate", "Choice", "Decision", "Fault", "Measurement", "Mismatch", "NearMiss", "Outranked", "Policy", "Refusal",
@@ -82,6 +82,7 @@ def negotiate(
             *policy.notices,
             *(notice for role in roles for notice in reasons.notices(role, refused)),
             *_unused(policy, choices),
+            *(_unused_profile(roles, ranking) if pick else ()),
         ),
         ungranted=tuple(wish for role in roles for wish in reasons.ungranted(role)),
         conflict="" if pick else conflict(requirements, field, groups, refused, ranking),
@@ -112,6 +113,21 @@ def _unused(policy: Policy, choices: Sequence[Choice]) -> list[str]:
     if policy.expand_from is None or not choices or any({(g, "extend"), (g, "expand")} <= served for g, _ in served):
         return []
     return [f"expanding from {policy.expand_from} tokens is not used: latent attention is not served in both forms"]
+
+
+def _unused_profile(roles: Sequence[Role], ranking: Ranking) -> list[str]:
+    """That a profile has nothing of what is to be chosen from here, and why."""
+    policy = ranking.policy
+    if not policy.profile or any(ranking.knows(role.requirement, entry) for role in roles for entry in role.entries):
+        return []
+    able = {entry.candidate.name for role in roles for entry in role.entries}
+    names = sorted({each.backend for each in policy.profile})
+    why = f"it is of {', '.join(names)}, and none of these can be chosen here"
+    if own := [each for each in policy.profile if each.backend in able]:
+        at = sorted({f"page size {each.page_size} {each.kv_layout}" for each in own if each.page_size})
+        why = f"it is of {', '.join(sorted({each.backend for each in own}))} at {', '.join(at)}, which is not open here"
+    name = f"the profile {policy.profile_file}".strip()
+    return [f"{name} is not used: {why}; type: headstock tune"]
 
 
 def _check_requirements(requirements: Sequence[Requirement], policy: Policy) -> None:

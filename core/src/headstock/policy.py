@@ -59,6 +59,20 @@ class Measurement(NamedTuple):
     tokens: Annotated[int, Field(ge=1)] = 1
 
 
+class Crossover(NamedTuple):
+    """New tokens of a row from which expanding its latent vectors was measured to be faster, by who serves both forms.
+
+    `page_size` and `kv_layout` are those on which the absorbed form was measured.
+    """
+
+    group: str
+    absorbed: str
+    expanded: str
+    page_size: PageSize | None
+    kv_layout: str | None
+    tokens: Annotated[int, Field(ge=2)]
+
+
 class Policy(BaseModel):
     """What steers a negotiation beyond validity, which is the plugins' own word.
 
@@ -68,11 +82,12 @@ class Policy(BaseModel):
     must serve, to the letter. `graph` says whether decoding is captured into device graphs, and `cascade` whether it
     reads shared prefixes once: where a backend can and it pays, always, or never. Roles in `unserved`, as "group/role",
     are left to their alternatives. `schedules` are explicit choices by batch size, by "group/role". `page_sizes` and
-    `layouts` only order what else is equal. `profile` holds what was measured on this machine. With `by_batch` a role
-    that was measured by batch size may have a backend per size; otherwise one serves a role at all sizes. `notices`
-    tell what the user should know of how the policy came to be. `expand_from` is from how many new tokens on a row of a
-    model with latent attention is attended to in expanded form, where both forms are served; by default from where that
-    is well worth its multiplications.
+    `layouts` only order what else is equal. `profile` holds what was measured on this machine, and `profile_file` says
+    where that lies. With `by_batch` a role that was measured by batch size may have a backend per size; otherwise one
+    serves a role at all sizes. `notices` tell what the user should know of how the policy came to be. `expand_from` is
+    from how many new tokens on a row of a model with latent attention is attended to in expanded form, where both forms
+    are served; by default from where that was measured to be faster, as `crossovers` have it, else from where it is
+    well worth its multiplications.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -89,6 +104,8 @@ class Policy(BaseModel):
     page_sizes: tuple[PageSize, ...] = (16, 32, 64, 128, 8, 4, 2, 1)
     layouts: tuple[str, ...] = ("nhd", "hnd", "latent")
     profile: tuple[Measurement, ...] = ()
+    profile_file: str = ""
+    crossovers: tuple[Crossover, ...] = ()
     expand_from: Annotated[int, Field(ge=2)] | None = None
     by_batch: bool = False
     notices: tuple[str, ...] = ()

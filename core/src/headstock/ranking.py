@@ -10,6 +10,9 @@ from headstock.offer import Candidate
 from headstock.policy import Policy
 from headstock.requirement import Requirement
 
+Key = tuple[str, str, str, int | None, str | None]
+"""Group, role, backend, page size and KV layout: what was measured."""
+
 Cost = tuple[int, ...]
 """Lower is better, column by column. Whole numbers, so that sums are exact and a loser can never tip a balance."""
 
@@ -41,7 +44,7 @@ class Ranking:
 
     def __init__(self, policy: Policy, wishes: Sequence[str]):
         self.policy, self.wishes = policy, wishes
-        self.seconds: dict[tuple[object, ...], dict[int | None, tuple[float, int]]] = {}
+        self.seconds: dict[Key, dict[int | None, tuple[float, int]]] = {}
         sizes: dict[tuple[str, str], set[int | None]] = {}
         for each in policy.profile:
             self.seconds.setdefault(each[:5], {})[each.max_batch] = each.seconds, each.tokens
@@ -84,6 +87,11 @@ class Ranking:
         if len(found) < len(sizes):
             return None
         return [round(seconds / tokens * 1e15) for seconds, tokens in map(found.__getitem__, sizes)]
+
+    def knows(self, need: Requirement, entry: Entry) -> bool:
+        """Whether an entry was measured for a role under a KV configuration that it can have."""
+        own = (key[3:] for key in self.seconds if key[:3] == (need.group, need.role, entry.candidate.name))
+        return any(entry.fits(*at) and self.figures(need, entry, *at) is not None for at in own)
 
     def measured(
         self, need: Requirement, entry: Entry, page_size: int | None, layout: str | None, most: int | None

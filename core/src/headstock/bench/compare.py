@@ -21,6 +21,9 @@ from headstock.policy import Policy
 from headstock.requirement import Requirement
 from headstock.runner.requirements import layer_groups
 
+PAGE_SIZE = 64
+"""Tokens of a page of latent vectors where nobody says: expanding gathers them, whatever their pages are."""
+
 Report = Callable[[str, int, int], None]
 Options = Mapping[str, Mapping[str, Any]]
 
@@ -29,7 +32,8 @@ Options = Mapping[str, Mapping[str, Any]]
 class Measured:
     """What one backend came to on one workload of one layer group: seconds of one layer, or why there are none.
 
-    `flat` tells that it read keys in common once per row, though it can read them once for all. `host` are seconds of
+    `flat` tells that it read keys in common once per row, though it can read them once for all, and `expanded` that it
+    attended to keys made of latent vectors. `host` are seconds of
     planning, once per forward. `work` is what a layer has to do at least. `source` is the distribution and version. A
     `failure` is a refusal, an error, or numbers that are wrong.
     """
@@ -43,6 +47,7 @@ class Measured:
     kv_layout: str | None = None
     graph: bool = False
     flat: bool = False
+    expanded: bool = False
     device: Times | None = None
     host: Times | None = None
     described: Described | None = None
@@ -51,7 +56,7 @@ class Measured:
     @property
     def label(self) -> str:
         """The backend, told apart from itself where it reads in two ways."""
-        return f"{self.backend}, flat" if self.flat else self.backend
+        return f"{self.backend}{', flat' if self.flat else ''}{', expanded' if self.expanded else ''}"
 
     def share(self, limits: Limits) -> tuple[float, str]:
         """The larger part of a measured limit that it reaches, and which limit."""
@@ -63,7 +68,13 @@ class Measured:
         load = self.workload
         sizes = {"rows": load.rows, "tokens": load.tokens, "context": load.context, "shared": load.shared}
         where = {"workload": load.name, "phase": load.phase, **sizes, "weight": load.weight, "group": self.group}
-        by = {"backend": self.backend, "source": self.source, "page_size": self.page_size, "kv_layout": self.kv_layout}
+        by = {
+            "backend": self.backend,
+            "source": self.source,
+            "expanded": self.expanded,
+            "page_size": self.page_size,
+            "kv_layout": self.kv_layout,
+        }
         if self.device is None or self.host is None:
             return {**where, **by, "failure": self.failure}
         share, limit = self.share(limits)
@@ -105,22 +116,37 @@ class Comparison:
         total = len(workloads) * len(groups)
         for number, (load, (group, shape)) in enumerate((w, g) for w in workloads for g in groups):
             report(load.name, number, total)
-            found += self._one(load, group, shape)
+            with self.device.active():
+                found += self._one(load, group, shape)
         report("", total, total)
         return found
 
     def contestants(self, load: Workload, group: str, shape: LayerShape) -> Iterator[Contestant | Measured]:
-        """Each backend as it would serve the role alone, or the reason why it cannot.
+        """Each backend as it would serve a role alone, or the reason why it cannot; latent attention has two to extend.
 
         One that can read keys in common once is tried in both ways: which is faster depends on how many there are.
         """
-        need = self._need(load, group)
+        cached = self._need(load, group)
+        yield from self._contestants(load, cached, shape, None)
+        for need in self.needs:
+            if not need.cached and (need.group, need.phase) == (group, load.phase):
+                at = {
+                    "page_size": self.policy.page_size or PAGE_SIZE,
+                    "kv_layout": self.policy.layout(group) or "latent",
+                }
+                yield from self._contestants(load, need, shape, cached.model_copy(update=at))
+
+    def _contestants(
+        self, load: Workload, need: Requirement, shape: LayerShape, cached: Requirement | None
+    ) -> Iterator[Contestant | Measured]:
         wishes = (*(("graph",) if self.graph else ()), *(("cascade",) if load.shared and not shape.window else ()))
         need = need.model_copy(update={"wishes": wishes, "max_context": max(need.max_context, load.context)})
-        work = self._work(load, need)
+        work, group = self._work(load, need), need.group
         policy = self.policy.model_copy(update={"profile": ()})
         for candidate in self.candidates:
             decision = negotiate([need], [candidate], policy.model_copy(update={"backends": {}}))
+            if cached is not None and not candidate.usable:
+                continue  # as was told of the other form
             chosen = self.policy.chosen(need)
             if chosen is not None and not candidate.answers_to(chosen[1]):
                 continue
@@ -128,36 +154,45 @@ class Comparison:
                 (choice,) = decision.choices
                 graph, once = ("graph" in choice.winners[0].granted, "cascade" in choice.winners[0].granted)
                 for cascade in (True, False) if once else (False,):
-                    yield Contestant(candidate, choice.requirement, shape, cascade, graph, flat=once and not cascade)
+                    flat = once and not cascade
+                    yield Contestant(candidate, choice.requirement, shape, cascade, graph, flat, cached)
                 continue
             (refused,) = decision.refused or (None,)
             reason = refused and (refused.fault or refused.closest)
-            yield Measured(load, group, candidate.name, candidate.source, work, failure=str(reason or "refused"))
+            failure, source = str(reason or "refused"), candidate.source
+            yield Measured(load, group, candidate.name, source, work, expanded=cached is not None, failure=failure)
 
     def _need(self, load: Workload, group: str) -> Requirement:
         """The role of a group that runs a workload over its cache."""
         return next(each for each in self.needs if each.cached and (each.group, each.phase) == (group, load.phase))
 
     def _work(self, load: Workload, need: Requirement) -> Work:
-        return load.work(need, torch_dtype(need.dtype).itemsize, torch_dtype(need.kv_dtype).itemsize)
+        """What attention itself has to do; keys are read as they are cached."""
+        sizes = torch_dtype(need.dtype).itemsize, torch_dtype(need.kv_dtype).itemsize
+        own = load.work(need, *sizes)
+        return own if need.cached else Work(load.work(self._need(load, need.group), *sizes).num_bytes, own.flops)
 
     @torch.inference_mode()
     def _one(self, load: Workload, group: str, shape: LayerShape) -> list[Measured]:
         """All backends on one workload, which share caches where their configurations agree."""
-        scenes, work = Scenes(self.device, self.candidates, self.cold_bytes), self._work(load, self._need(load, group))
+        scenes = Scenes(self.device, self.candidates, self.cold_bytes)
         failed, stands = [], []
         for each in self.contestants(load, group, shape):
             if isinstance(each, Measured):
                 failed.append(each)
             elif isinstance(stand := self._stand(scenes, each, load), str):
-                failed.append(Measured(load, group, each.name, each.candidate.source, work, failure=stand))
+                work, expanded = self._work(load, each.need), each.cached is not None
+                failed.append(
+                    Measured(load, group, each.name, each.candidate.source, work, expanded=expanded, failure=stand)
+                )
             else:
                 stands.append(stand)
         device = by_turns(self.device, dict(enumerate(stand.run for stand in stands)), self.rounds)
         measured = [
             Measured(
-                load, group, stand.contestant.name, stand.contestant.candidate.source, work,
-                *stand.contestant.configuration, stand.graph, stand.contestant.flat, per_layer(device[i], stand),
+                load, group, stand.contestant.name, stand.contestant.candidate.source,
+                self._work(load, stand.contestant.need), *stand.contestant.configuration, stand.graph,
+                stand.contestant.flat, stand.contestant.cached is not None, per_layer(device[i], stand),
                 on_host(self.device, stand.plan, self.rounds), stand.described,
             )
             for i, stand in enumerate(stands)

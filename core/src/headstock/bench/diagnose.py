@@ -63,7 +63,8 @@ class Diagnosis:
         found: list[Finding] = []
         for number, (load, group, shape) in enumerate(jobs):
             report(load.name, number, len(jobs))
-            found += self._one(load, group, shape)
+            with self.device.active():
+                found += self._one(load, group, shape)
         report("", len(jobs), len(jobs))
         return in_order(found)
 
@@ -73,16 +74,19 @@ class Diagnosis:
 
     @torch.inference_mode()
     def _one(self, load: Workload, group: str, shape: LayerShape) -> Iterator[Finding]:
-        roles = [each for each in self.decision.choices if (each.group, each.requirement.phase) == (group, load.phase)]
-        choice = next((each for each in roles if each.requirement.cached and each.winners), None)
-        if choice is None:
-            return
+        """What is found of each role that would run this; extending latent attention, there are two."""
+        for choice in self.decision.choices:
+            if choice.winners and (choice.group, choice.requirement.phase) == (group, load.phase):
+                yield from self._of(choice, load, shape)
+
+    def _of(self, choice: Choice, load: Workload, shape: LayerShape) -> Iterator[Finding]:
         winner = choice.winner(load.rows)
         scenes = Scenes(self.device, self.candidates, self.cold_bytes)
         candidate = next(each for each in self.candidates if each.name == winner.backend and each.usable)
         once = "cascade" in winner.granted or choice.requirement.cascade
         graph = "graph" in winner.granted or choice.requirement.graph
-        chosen = Contestant(candidate, choice.requirement, shape, cascade=once, graph=graph)
+        cached = None if choice.requirement.cached else self.decision.cached(choice.group)
+        chosen = Contestant(candidate, choice.requirement, shape, cascade=once, graph=graph, cached=cached)
         where = f"{choice.requirement.where}, {load.name}"
         try:
             own = self._own(scenes, chosen, load)
@@ -135,7 +139,7 @@ class Diagnosis:
         size = chosen.need.page_size or 0
         larger = chosen.need.model_copy(update={"page_size": SMALL_PAGE})
         offer = chosen.candidate.offer
-        if size < SMALL_PAGE and offer and any(not larger.unmet(record) for record in offer.capabilities):
+        if 0 < size < SMALL_PAGE and offer and any(not larger.unmet(record) for record in offer.capabilities):
             tries["paged"] = (Contestant(chosen.candidate, larger, chosen.shape, chosen.cascade, chosen.graph), {})
         made = {name: self._stand(scenes, who, load, **how) for name, (who, how) in tries.items()}
         return {name: stand for name, stand in made.items() if isinstance(stand, Stand)}
@@ -146,6 +150,8 @@ class Diagnosis:
         for each in self.field.contestants(load, chosen.need.group, chosen.shape):
             same = isinstance(each, Contestant) and (each.name, each.cascade) == (chosen.name, chosen.cascade)
             if isinstance(each, Measured) or same or (each.name == chosen.name and not load.shared):
+                continue
+            if each.need.role != chosen.need.role:
                 continue
             stand = self._stand(scenes, each, load)
             if isinstance(stand, Stand):

@@ -26,12 +26,13 @@ def kernels(decision: Decision, config: ModelConfig, candidates: Iterable[Candid
     shapes = {group: config.layers[layers[0]] for group, layers in layer_groups(config).items()}
     for choice in decision.choices:
         need = choice.requirement
-        for winner in choice.winners if need.cached else ():
+        cached = None if need.cached else decision.cached(choice.group)
+        for winner in choice.winners:
             beyond = [f"decode:{each.max_batch + 1}x1024" for each in choice.winners if each.max_batch]
             for load in (each for each in parse([SIZES[need.phase], *beyond]) if choice.winner(each.rows) is winner):
-                contestant = Contestant(by_name[winner.backend], need, shapes[choice.group])
+                contestant = Contestant(by_name[winner.backend], need, shapes[choice.group], cached=cached)
                 try:
-                    with stdout_to_stderr():
+                    with stdout_to_stderr(), device.active():
                         stand = Scenes(device, by_name.values(), cold_bytes=0).stand(contestant, load)
                     told = kernel(stand.described) or "it does not describe its kernel"
                 except Exception as error:

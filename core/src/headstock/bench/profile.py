@@ -23,7 +23,7 @@ from headstock.errors import HeadstockError
 from headstock.files import read_text
 from headstock.models.cache import default_cache_dir
 from headstock.offer import describe_validation_error
-from headstock.policy import Measurement, PageSize
+from headstock.policy import Crossover, Measurement, PageSize
 from headstock.requirement import Requirement
 
 AGAIN = "headstock tune"
@@ -87,6 +87,39 @@ class Profile(_Record):
                 found += list(_buckets(key, list(points.values())))
         return tuple(found)
 
+    def crossovers(self) -> tuple[Crossover, ...]:
+        """Where the forms of latent attention cross, for all who were measured in one and the other."""
+        taken: dict[Key, dict[tuple[int, int, int], float]] = {}
+        for point in self.points:
+            if point.role in ("extend", "expand") and point.context > point.tokens // point.batch:
+                key = (point.group, point.role, point.backend, point.page_size, point.kv_layout)
+                load = (point.tokens // point.batch, point.batch, point.context)
+                taken.setdefault(key, {})[load] = point.seconds + point.plan
+        return tuple(
+            Crossover(group, absorbed, expanded, page_size, kv_layout, tokens)
+            for (group, role, absorbed, page_size, kv_layout), own in taken.items() if role == "extend"
+            for (other, form, expanded, *_), theirs in taken.items() if (other, form) == (group, "expand")
+            if (tokens := _crossing(own, theirs))
+        )  # fmt: skip
+
+
+def _crossing(absorbed: Mapping[tuple[int, int, int], float], expanded: Mapping[tuple[int, int, int], float]) -> int:
+    """The fewest new tokens of a row from which on expanding took less time, however many more there were.
+
+    Where it never did, twice the most that were measured; 0 where too few were to tell.
+    """
+    sums: dict[int, float] = {}  # by new tokens, how much longer absorbed took, on all the workloads of so many
+    for load in absorbed.keys() & expanded.keys():
+        sums[load[0]] = sums.get(load[0], 0.0) + absorbed[load] - expanded[load]
+    if len(sums) < 2:
+        return 0
+    best = 2 * max(sums)
+    for tokens in sorted(sums, reverse=True):
+        if sums[tokens] <= 0:
+            break
+        best = tokens
+    return max(best, 2)
+
 
 def _buckets(key: Key, points: list[Point]) -> Iterable[Measurement]:
     sizes: list[int | None] = [*sorted({point.batch for point in points})] if key[1] == "decode" else [None]
@@ -97,10 +130,11 @@ def _buckets(key: Key, points: list[Point]) -> Iterable[Measurement]:
 
 
 class Judged(NamedTuple):
-    """What a profile is good for here: its measurements, none where it is ignored, and what the user should know."""
+    """What a profile is good for here: what was measured, none where it is ignored, and what the user should know."""
 
     measurements: tuple[Measurement, ...] = ()
     notice: str = ""
+    crossovers: tuple[Crossover, ...] = ()
 
 
 def shape_of(needs: Sequence[Requirement]) -> Shape:
@@ -113,7 +147,12 @@ def default_file(machine: Machine, needs: Sequence[Requirement], folder: Path | 
     """Where the profile of this device and shape lies; each has a file of its own."""
     told = json.dumps([machine.device, shape_of(needs)], sort_keys=True)
     name = hashlib.sha256(told.encode()).hexdigest()[:16]
-    return (folder or default_cache_dir() / "profiles") / f"{name}.json"
+    return (folder or default_folder()) / f"{name}.json"
+
+
+def default_folder() -> Path:
+    """Where profiles lie that nobody put elsewhere."""
+    return default_cache_dir() / "profiles"
 
 
 def check_writable(file: Path) -> None:
@@ -172,8 +211,10 @@ def judge(file: Path, machine: Machine, packages: Mapping[str, str], needs: Sequ
         reasons.append(f"packages have changed since: {', '.join(moved)}")
     if reasons:
         return Judged(notice=f"the profile {file} is ignored: {'; '.join(reasons)}; type: {AGAIN}")
+    if not profile.points:
+        return Judged(notice=f"the profile {file} is ignored: it has no figures; type: {AGAIN}")
     notice = ""
     if profile.driver != machine.driver:
         was = f"{profile.driver or 'unknown'} → {machine.driver or 'unknown'}"
         notice = f"the profile {file} is of another driver ({was}) and used all the same; type: {AGAIN}"
-    return Judged(profile.measurements(), notice)
+    return Judged(profile.measurements(), notice, profile.crossovers())

@@ -54,7 +54,7 @@ def failures(measured: Sequence[Measured]) -> list[str]:
     found: dict[tuple[str, str], list[str]] = {}
     for each in measured:
         if each.failure:
-            found.setdefault((each.backend, each.failure), []).append(where(each))
+            found.setdefault((each.label, each.failure), []).append(where(each))
     return [f"{backend}: {', '.join(where)}: {failure}" for (backend, failure), where in found.items()]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headstock.backend import AttentionBackend, BackendSpec, GraphBucket, Progress, Workspace, WorkspaceBytes
 from headstock.batch import ForwardBatch
+from headstock.bench.latent import LatentScene
 from headstock.bench.scene import Scene
 from headstock.bench.workload import Workload
 from headstock.device import Device
@@ -20,6 +21,7 @@ from headstock.load import load_backend, load_layout, load_options
 from headstock.models.config import LayerShape
 from headstock.offer import Candidate
 from headstock.requirement import Requirement
+from headstock.runner.latent import MAX_CHUNKS
 from headstock.runner.requirements import backend_spec
 
 Described = Mapping[str, str | int | bool]
@@ -27,7 +29,11 @@ Described = Mapping[str, str | int | bool]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A backend for one role of one layer group under one KV configuration, which `need` has settled."""
+    """A backend for one role of one layer group under one KV configuration, which `need` has settled.
+
+    One that expands latent vectors reads them where `cached`, another role's need, has them. In extending, both forms
+    of latent attention are run whole.
+    """
 
     candidate: Candidate
     need: Requirement
@@ -35,6 +41,7 @@ class Contestant:
     cascade: bool = False  # its record reads shared prefixes once
     graph: bool = False  # its record can be captured
     flat: bool = False  # it reads shared prefixes once per row here, though it need not
+    cached: Requirement | None = None
 
     @property
     def name(self) -> str:
@@ -42,8 +49,14 @@ class Contestant:
 
     @property
     def configuration(self) -> tuple[int | None, str | None]:
-        """Page size and KV layout."""
-        return self.need.page_size, self.need.kv_layout
+        """Page size and KV layout of the cache that is read."""
+        cache = self.cached or self.need
+        return cache.page_size, cache.kv_layout
+
+    @property
+    def whole(self) -> bool:
+        """Whether a form of latent attention is run whole."""
+        return self.shape.latent is not None and self.need.phase == "extend"
 
     def spec(
         self, device: Device, workload: Workload, max_context: int, options: Mapping[str, Any], graph: bool
@@ -58,6 +71,7 @@ class Contestant:
             num_sms=device.num_sms,
             max_batch=workload.rows,
             max_tokens=workload.tokens,
+            max_plans=1 if self.need.cached else 1 + MAX_CHUNKS,
             max_levels=levels,
             options=load_options(self.candidate.offer, options),
         )
@@ -85,7 +99,11 @@ class Stand:
             self.batch = replace(self.batch, max_seq_len=spec.max_context, graph="capture")
         self._replay = self._captured() if self.graph else None
         self.plan()
-        self.described: Described = dict(self.backend.describe(self.batch))
+        self.described: Described = dict(self.backend.describe(self._planned))
+
+    @property
+    def _planned(self) -> ForwardBatch:
+        return self.batch
 
     def plan(self) -> None:
         """What the host does once per forward."""
@@ -138,6 +156,25 @@ class Stand:
         return captured.replay
 
 
+class FormStand(Stand):
+    """A stand of latent attention in one form, with all that it does beside the backend; `plan` cuts the chunks too."""
+
+    scene: LatentScene
+
+    def plan(self) -> None:
+        self.segment = self.scene.segment(self.backend, self.batch, self.contestant.need.attention == "mla")
+        self.segment.plan()
+
+    def _layers(self) -> None:
+        scene = self.scene
+        for layer in scene.layers:
+            self.segment.run(scene.q, scene.k, scene.up, layer, scene.out)
+
+    @property
+    def _planned(self) -> ForwardBatch:
+        return self.segment.batch
+
+
 class Scenes:
     """The scenes of one workload, one for each KV configuration and way to lay things out, made when asked for."""
 
@@ -152,19 +189,18 @@ class Scenes:
         """A contestant on its scene; it raises whatever its backend does."""
         spec = contestant.spec(self.device, workload, max_context, options or {}, graph and contestant.graph)
         width = spec.max_context if spec.graph_buckets else 0
-        key = (workload, contestant.need.group, spec.attention, *contestant.configuration, scattered, packed, width)
+        of = spec
+        if contestant.cached is not None:
+            of = replace(contestant, need=contestant.cached).spec(self.device, workload, max_context, {}, False)
+        key = (workload, contestant.need.group, of.attention, *contestant.configuration, scattered, packed, width)
         if key not in self._scenes:
-            layout: type[KVLayout] = load_layout(spec.kv_layout, self.candidates)
-            self._scenes[key] = Scene(
-                spec,
-                layout,
-                workload,
-                scattered=scattered,
-                packed=packed,
-                whole_table=width > 0,
-                cold_bytes=self.cold_bytes,
-            )
-        return Stand(contestant, self._scenes[key], spec)
+            layout: type[KVLayout] = load_layout(of.kv_layout, self.candidates)
+            lies: dict[str, Any] = {"scattered": scattered, "packed": packed, "cold_bytes": self.cold_bytes}
+            if contestant.whole:
+                self._scenes[key] = LatentScene(of, layout, workload, contestant.shape, **lies)
+            else:
+                self._scenes[key] = Scene(of, layout, workload, whole_table=width > 0, **lies)
+        return (FormStand if contestant.whole else Stand)(contestant, self._scenes[key], spec)
 
     def clear(self) -> None:
         """Lets go of all caches, before the next workload's are made."""

@@ -109,7 +109,8 @@ def measure_limits(device: Device, dtype: str, *, num_bytes: int | None = None, 
         torch.mm(a, b, out=product)
 
     runs: dict[str, Callable[[], None]] = {"copy": copy, "read": read, "product": multiply}
-    times = by_turns(device, runs, 5)
+    with device.active():
+        times = by_turns(device, runs, 5)
     rates = [8 * count / min(times["copy"].samples), 4 * count / min(times["read"].samples)]
     return Limits(max(rates), 2 * n**3 / min(times["product"].samples))
 

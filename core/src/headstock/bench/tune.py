@@ -28,6 +28,9 @@ from headstock.requirement import Requirement
 from headstock.runner.requirements import layer_groups
 from headstock.solver import Group, cover, groups_of, page_sizes
 
+LATENT_TOKENS = (64, 128, 256, 512, 1024, 2048)
+"""New tokens of a row, as a step may have them, among which expanding begins to pay."""
+
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
@@ -68,7 +71,9 @@ class Tuner:
             for group in groups:
                 for layout in group.layouts:
                     for each in self._at(group, size, layout):
-                        found.setdefault((each.need.group, each.need.role, each.name, *each.configuration), each)
+                        need = each.need
+                        key = (need.group, need.role, each.name, need.page_size, need.kv_layout)
+                        found.setdefault(key, each)
         return list(found.values())
 
     def run(
@@ -93,7 +98,8 @@ class Tuner:
             own = [c for c in contestants if (c.need.group, c.need.phase) == (group, load.phase)]
             if not own:
                 continue
-            points = self._measure(load, own, deadline, tuned)
+            with self.device.active():
+                points = self._measure(load, own, deadline, tuned)
             tuned.points += points
             tuned.measured += bool(points)
             tuned.left += not points and load.name not in tuned.failures
@@ -118,15 +124,16 @@ class Tuner:
 
     def _at(self, group: Group, size: int | None, layout: str | None) -> Iterator[Contestant]:
         """Who can serve the roles of a group at a page size and layout, if all of them can be served."""
-        fitting = [(role, [entry for entry in role.entries if entry.fits(size, layout)]) for role in group.roles]
-        served = {role.key for role, entries in fitting if entries}
-        if not all(any(role.key in served for role in alternatives) for alternatives in group.alternatives):
+        at = {role.key: (size, layout) if role.requirement.cached else (None, None) for role in group.roles}
+        fitting = {role.key: [entry for entry in role.entries if entry.fits(*at[role.key])] for role in group.roles}
+        if not all(any(fitting[role.key] for role in alternatives) for alternatives in group.alternatives):
             return
-        for role, entries in fitting:
-            need = role.requirement.model_copy(update={"page_size": size, "kv_layout": layout})
-            for entry in entries if need.cached else ():
-                shape = self.shapes[need.group]
-                yield Contestant(entry.candidate, need, shape, graph=self.graph and entry.record.graph)
+        needs = [_settled(role.requirement, *at[role.key]) for role in group.roles]
+        cached = next(need for need in needs if need.cached)
+        for role, need in zip(group.roles, needs, strict=True):
+            for entry in fitting[role.key]:
+                graph, expands = self.graph and entry.record.graph, None if need.cached else cached
+                yield Contestant(entry.candidate, need, self.shapes[need.group], graph=graph, cached=expands)
 
     @torch.inference_mode()
     def _measure(self, load: Workload, own: list[Contestant], deadline: float, tuned: Tuned) -> list[Point]:
@@ -170,14 +177,20 @@ class Tuner:
         )  # fmt: skip
 
 
-def default_grid(max_batch: int, max_context: int, cpu: bool) -> list[Workload]:
-    """Batches up to `max_batch`, by fours, on two contexts that a device of this kind is used with; and prompts."""
+def default_grid(max_batch: int, max_context: int, cpu: bool, latent: bool = False) -> list[Workload]:
+    """Batches up to `max_batch`, by fours, on two contexts that a device of this kind is used with; and prompts.
+
+    With `latent` attention there are prompts of many lengths after what is cached: its forms cross somewhere there.
+    """
     batches = sorted({size for size in (1, 4, 16, 64, 256) if size < max_batch} | {max_batch})
     near, far = (128, 1024) if cpu else (1024, 8192)
     contexts = sorted({min(near, max_context), min(far, max_context)})
     new = min(near if cpu else 512, max_context)
     texts = [f"decode:{rows}x{keys}" for rows in batches for keys in contexts]
     texts += [f"extend:1x{new}", *([f"extend:1x{new}+{far - new}"] if far <= max_context else [])]
+    if latent:
+        far = min(far, max_context)
+        texts += [f"extend:1x{n}+{far - n}" for n in LATENT_TOKENS if n < far]
     return parse(texts)
 
 
@@ -194,6 +207,10 @@ def _in_turn(grid: Sequence[Workload]) -> list[Workload]:
     cheapest = sorted(grid, key=lambda load: sum(load.seq_lens) * max(load.query_lens))
     phases = [[load for load in cheapest if load.phase == phase] for phase in ("decode", "extend")]
     return [load for turn in zip_longest(*phases) for load in turn if load is not None]
+
+
+def _settled(need: Requirement, size: int | None, layout: str | None) -> Requirement:
+    return need.model_copy(update={"page_size": size, "kv_layout": layout})
 
 
 def _who(each: Contestant) -> tuple[str, str, str]:

@@ -39,7 +39,7 @@ Eager = Annotated[bool, typer.Option("--eager", help="launch decode steps one by
 Rounds = Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="times that each backend takes its turn")]
 Plots = Annotated[Path | None, typer.Option(metavar="FOLDER", help="draw the figures, as PNG and as one HTML page")]
 
-UNUSED = {"expand_from": "bench measures latent attention absorbed", "profile_file": "bench chooses no backend"}
+UNUSED = {"expand_from": "bench measures both forms of latent attention", "profile_file": "bench chooses no backend"}
 """Choices that decide nothing here, and why."""
 
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 import headstock
+from headstock.bench.profile import default_folder
 from headstock.cli.options import JSON, Config
 from headstock.cli.settings import Settings, working_folder
 from headstock.cli.tables import document, faults, table
@@ -67,14 +68,16 @@ def _environment(config: Path | None, timeout: float) -> tuple[dict[str, str], l
         "platform": platform.platform(),
     }
     wrong = []
-    loaded = _examine(timeout)
+    loaded = _examine(timeout, "torch")
     if isinstance(loaded, Fault):
         cure = "reinstall it: pip install --force-reinstall torch"
         wrong.append(("torch", loaded.model_copy(update={"cure": cure})))
     else:
         found |= loaded
     try:
-        found["configuration"] = str(Settings.load(config, {}).file or "none")
+        settings = Settings.load(config, {})
+        found["configuration"] = str(settings.file or "none")
+        found |= profile_told(settings, config, timeout)
     except HeadstockError as error:
         wrong.append(("configuration", Fault(what=str(error), cure="mend the file, or name another with --config")))
     models, size = size_of(default_cache_dir())
@@ -90,12 +93,21 @@ def _environment(config: Path | None, timeout: float) -> tuple[dict[str, str], l
     return found, wrong
 
 
+def profile_told(settings: Settings, config: Path | None, timeout: float) -> dict[str, str]:
+    """The profile that negotiation would rank by, and what is wrong with it; nothing where there can be none."""
+    choices = settings.choices
+    if not choices.profile or (choices.profile_file is None and not default_folder().exists()):
+        return {}
+    told = _examine(timeout, "profile", *([str(config)] if config else []))
+    return {"profile": f"nothing can be told of it: {told.what}"} if isinstance(told, Fault) else told
+
+
 def _plugins(timeout: float) -> list[dict[str, Any]]:
     """A report on every plugin, whatever HEADSTOCK_PLUGINS says, sorted by name."""
     points = {canonical(point.name): point for point in entry_points()}
     names = sorted(points)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        examined = list(pool.map(lambda name: _examine(timeout, name), names))
+        examined = list(pool.map(lambda name: _examine(timeout, "plugin", name), names))
     outcomes = zip(names, examined, strict=True)
     reports = [report for name, outcome in outcomes for report in _reports(points[name], outcome)]
     # Only a look at all of them together finds two that clash; what did not live to list its backends stays out.
@@ -119,11 +131,11 @@ def _reports(point: metadata.EntryPoint, outcome: Any) -> Iterator[dict[str, Any
     yield {"name": point.name, "distribution": source, "backends": [], "facts": {}, "faults": [fault]}
 
 
-def _examine(timeout: float, *plugin: str) -> Any:
-    """What `headstock.cli.examine` reports of a plugin, or of torch; a Fault where its process did not live to tell."""
+def _examine(timeout: float, *subject: str) -> Any:
+    """What `headstock.cli.examine` reports of a subject; a Fault where its process did not live to tell."""
     with tempfile.TemporaryDirectory() as folder:
         report, errors = Path(folder, "report.json"), Path(folder, "stderr")
-        command = [sys.executable, "-P", "-m", "headstock.cli.examine", str(report), *plugin]
+        command = [sys.executable, "-P", "-m", "headstock.cli.examine", str(report), *subject]
         with errors.open("wb") as stderr:
             try:
                 done = subprocess.run(

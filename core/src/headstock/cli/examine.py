@@ -1,19 +1,21 @@
-"""`python -m headstock.cli.examine REPORT [PLUGIN]`: the process that `doctor` can afford to lose.
+"""`python -m headstock.cli.examine REPORT plugin NAME | torch | profile [CONFIG]`: what `doctor` can afford to lose.
 
-It loads one plugin as the runner would, or without one torch, and writes what it found to REPORT as JSON.
+The process loads one plugin as the runner would, or torch, or all plugins for what negotiation makes of a profile, and
+writes what it found to REPORT as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from headstock.errors import HeadstockError
 from headstock.load import load_backend, load_layout, resolve
 from headstock.offer import Candidate, Fault
-from headstock.plugins import Plugin, describe_fault, installed
+from headstock.plugins import Plugin, describe_fault, discover, installed
 
 HEAVY = Fault(
     what="its manifest imports torch, for which every listing waits seconds",
@@ -82,6 +84,26 @@ def torch() -> dict[str, str]:
     return {"torch": torch.__version__, "device": f"{device.name}{capability}"}
 
 
+def profile(config: str = "") -> dict[str, str]:
+    """The profile that ranks the backends of the configured model, and what is to be known of it; or none."""
+    from headstock.cli.hardware import Hardware
+    from headstock.cli.question import question
+    from headstock.cli.settings import Settings
+    from headstock.negotiate import negotiate
+
+    try:
+        settings = Settings.load(Path(config) if config else None, {})
+        needs, policy = question(settings, Hardware.here(settings.choices.device))
+        notices = negotiate(needs, discover(), policy).notices
+    except HeadstockError as error:
+        return {"profile": f"nothing can be told of it: {error}"}
+    if not policy.profile_file:
+        return {}
+    told = [notice for notice in notices if policy.profile_file in notice]
+    return {"profile": "; ".join(told) or policy.profile_file}
+
+
 if __name__ == "__main__":
-    report, *named = sys.argv[1:]
-    Path(report).write_text(json.dumps(plugins(*named) if named else torch()), encoding="utf-8")
+    report, subject, *named = sys.argv[1:]
+    subjects: dict[str, Callable[..., Any]] = {"plugin": plugins, "torch": torch, "profile": profile}
+    Path(report).write_text(json.dumps(subjects[subject](*named)), encoding="utf-8")

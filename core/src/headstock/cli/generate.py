@@ -16,7 +16,7 @@ import typer
 from headstock.cli.answers import Answers, answered, made_with
 from headstock.cli.hardware import Hardware
 from headstock.cli.options import Choices, Limits, takes
-from headstock.cli.output import Lines, OrderedStream, Place, check_output, opened
+from headstock.cli.output import Lines, OrderedStream, Place, check_output, claimed, opened
 from headstock.cli.prompts import Prompt, encode, read_prompts
 from headstock.cli.question import model_config, question
 from headstock.cli.settings import Settings
@@ -66,6 +66,14 @@ def generate(
     """
     prompts = read_prompts(prompt, prompt_file, settings.sampling)
     check_output(output, prompt_file)
+    with claimed(output):
+        _generate(settings, prompts, output, raw, resume, json or output is not None or prompt_file is not None, quiet)
+
+
+def _generate(
+    settings: Settings, prompts: list[Prompt], output: Path | None, raw: bool, resume: bool, as_json: bool, quiet: bool
+) -> None:
+    """Answers what is not answered yet."""
     options = made_with(settings, raw)
     places = _places(output, prompts, options) if resume else {}
     prompts = [each for each in prompts if each.number not in places]
@@ -74,7 +82,6 @@ def generate(
     if output is not None and not prompts:
         with opened(output, places):
             return  # all of it whole lines, and in order
-    as_json = json or output is not None or prompt_file is not None
     shown = not quiet and sys.stderr.isatty()
     runner, tokenizer, ids = _load(settings, prompts, raw, shown)
     told = len(runner.notices)

@@ -41,7 +41,7 @@ class Choices(Options):
     graph: Mode = Field("auto", description="decode steps are device graphs: where a backend can, always, or never")
     cascade: Mode = Field("auto", description="decoding reads shared prefixes once: where it pays, always, or never")
     expand_from: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="new tokens from which a row's latent attention is expanded [default: by the model's shape]"
+        None, description="new tokens from which a row's latent attention is expanded [default: as tuned, or by shape]"
     )
     profile: bool = Field(True, description="rank backends by what `tune` measured on this machine, where it did")
     profile_file: Path | None = Field(None, description="the profile to use [default: that of this device and model]")

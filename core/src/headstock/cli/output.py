@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -106,6 +107,43 @@ def check_output(output: Path | None, prompts: Path | None = None) -> None:
     if output.is_dir() or not os.access(target, os.W_OK):
         reason = "it is a folder" if output.is_dir() else "it is not writable" if target.exists() else "no such folder"
         raise HeadstockError(f"cannot write {output}: {reason}", works="--output with another file")
+
+
+@contextmanager
+def claimed(output: Path | None) -> Iterator[None]:
+    """Keeps other runs from writing the same file meanwhile; raises HeadstockError where one is at it.
+
+    The lock is on a file beside it, and ends with the process, however that ends. What is no ordinary file is shared.
+    """
+    if output is None or (output.exists() and not output.is_file()):
+        yield
+        return
+    path = output.resolve()
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        held = _locked(lock)
+    except OSError as error:
+        busy = isinstance(error, BlockingIOError | FileNotFoundError)
+        reason = "another run is writing it" if busy else f"it cannot be locked: {error.strerror}"
+        raise HeadstockError(f"cannot write {output}: {reason}", works="--output with another file") from None
+    with held:
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> BinaryIO:
+    """A file whose lock nobody else has, nor will have while it is open; raises OSError."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise BlockingIOError  # who had it has just removed it, and another has made one
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def opened(output: Path, places: Mapping[int, Place]) -> AbstractContextManager[Lines]:

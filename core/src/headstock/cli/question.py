@@ -94,7 +94,8 @@ def profiled(policy: Policy, settings: Settings, hardware: Hardware, needs: list
             return policy
     judged = judge(file, machine, packages(discover()), needs)
     notices = (judged.notice,) if judged.notice else ()
-    return policy.model_copy(update={"profile": judged.measurements, "by_batch": True, "notices": notices})
+    profile = {"profile": judged.measurements, "crossovers": judged.crossovers, "profile_file": str(file)}
+    return policy.model_copy(update={**profile, "by_batch": True, "notices": notices})
 
 
 def machine_of(hardware: Hardware, device: str) -> Machine:

@@ -49,7 +49,11 @@ def tune(settings: Settings, budget: Budget = "60s", grid: Grid = None, json: JS
                                 settings.sampling, settings.file, settings.origins)  # fmt: skip
     needs, policy = question(settings_without, hardware, config)
     loads = (
-        parse(grid) if grid else default_grid(settings.limits.max_batch, needs[0].max_context, needs[0].device == "cpu")
+        parse(grid)
+        if grid
+        else default_grid(
+            settings.limits.max_batch, needs[0].max_context, needs[0].device == "cpu", config.mla is not None
+        )
     )
     check_lengths(loads, settings)
     if shared := [load.name for load in loads if load.shared]:
@@ -70,7 +74,7 @@ def tune(settings: Settings, budget: Budget = "60s", grid: Grid = None, json: JS
         tuned = tuner.run(loads, seconds, measuring(report))
     profile = tuner.profile(tuned, machine)
     save(profile, file)
-    measured = {"profile": profile.measurements(), "by_batch": True}
+    measured = {"profile": profile.measurements(), "crossovers": profile.crossovers(), "by_batch": True}
     decision = negotiate(needs, candidates, policy.model_copy(update=measured))
     if json:
         document(file=str(file), measured=tuned.measured, left=tuned.left, failures=list(tuned.failures.values()),
@@ -81,6 +85,10 @@ def tune(settings: Settings, budget: Budget = "60s", grid: Grid = None, json: JS
         [_row(p) for p in _ordered(tuned.points)],
     )
     paragraphs(["", *account(decision)])
+    for each in profile.crossovers():
+        forms = f"{each.absorbed} absorbed, {each.expanded} expanded"
+        at = f"page size {each.page_size} {each.kv_layout}"
+        print(f"latent attention is expanded from {each.tokens} new tokens on: {forms}; {at}")
     for failure in tuned.failures.values():
         note(f"notice: not measured any further: {failure}")
     if tuned.left:
@@ -98,5 +106,5 @@ def _row(point: Point) -> list[str]:
     where = point.role if point.group == "all" else f"{point.role} ({point.group})"
     new = point.tokens // point.batch
     lengths = f"{point.batch}x{point.context}" if new == 1 else f"{point.batch}x{new}+{point.context - new}"
-    page = f"{point.page_size} {point.kv_layout}"
+    page = f"{point.page_size} {point.kv_layout}" if point.page_size else ""
     return [where, lengths, point.backend, page, duration(point.seconds), duration(point.plan), f"{point.spread:.0%}"]

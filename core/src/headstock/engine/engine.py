@@ -46,7 +46,8 @@ class Engine:
     accounting of all pages after every step. Close it, or use it in a `with` statement, to give the cache back.
 
     A KeyboardInterrupt may come at any time. One that finds the engine amid its accounts, not in a forward, leaves them
-    torn: nothing but `close` is possible then, which takes back the runner's whole cache, whoever holds rows of it.
+    torn: nothing but `close` is possible then, which takes back what the engine has of the runner's cache and rows, and
+    leaves what others have.
     """
 
     def __init__(self, runner: ModelRunner, tokenizer: Tokenizer, *, prefix_cache: bool = True, check: bool = False):
@@ -191,7 +192,7 @@ class Engine:
                 self.scheduler.remove(request, store=False)
             self.reset_cache()
         else:
-            self.runner.pages.clear()
+            self.runner.pages.release(self.scheduler)
             self.scheduler.forget()
         for held in (self._live, self._streams, self._outputs, self._leaving):
             held.clear()

@@ -109,7 +109,7 @@ class Scheduler:
         if needed > self._num_available:
             self.cache.unlock(node)
             return False
-        request.slot, request.node, request.fill = self.pages.open(node.pages), node, len(request.ids)
+        request.slot, request.node, request.fill = self.pages.open(node.pages, self), node, len(request.ids)
         self.cached_tokens += self.pages.lengths[request.slot]
         insort(self.running, self.waiting.pop(0), key=IN_ORDER)
         return True

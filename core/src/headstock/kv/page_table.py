@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headstock.device import Device
 from headstock.errors import HeadstockError, OutOfPages, RequestError
-from headstock.kv.allocator import PageAllocator
+from headstock.kv.allocator import NOBODY, PageAllocator
 from headstock.kv.mirror import Mirror
 from headstock.kv.window import WindowPages
 
@@ -40,7 +40,7 @@ class PageTable:
         self._pages: list[list[int]] = [[] for _ in range(max_requests)]
         self._shared = [0] * max_requests  # how many pages at the start of each row the prefix cache owns
         self._free_slots = list(range(max_requests - 1, -1, -1))
-        self._open = [False] * max_requests
+        self._owners: list[Hashable | None] = [None] * max_requests  # who opened it, None where nobody did
         self._table = np.zeros((max_requests + 1, self.pages_for(max_context)), dtype=np.int32)
         self._mirror: Mirror | None = None
         self.version = 0
@@ -61,12 +61,12 @@ class PageTable:
             before, count = count, min((each.covered(pages[:count]) for each in self.windows.values()), default=count)
         return count
 
-    def open(self, shared: Sequence[int] = ()) -> int:
-        """Takes a slot for a new request, whose first tokens are cached in the pages `shared`, if any."""
+    def open(self, shared: Sequence[int] = (), owner: Hashable = NOBODY) -> int:
+        """Takes a slot for a new request of `owner`, whose first tokens are cached in the pages `shared`, if any."""
         if not self._free_slots:
             raise HeadstockError("no free request slot", given=f"{len(self.lengths)} requests at once")
         slot = self._free_slots.pop()
-        self._open[slot] = True
+        self._owners[slot] = owner
         for window in self.windows.values():
             window.open(slot, shared)
         self._pages[slot] = list(shared)
@@ -137,11 +137,11 @@ class PageTable:
                 missing[slot] = self.missing(slot, num_tokens)
         for window in self.windows.values():
             self._make_room(window, wanted, sum(missing.values()))
-        fresh = self.allocator.allocate(sum(missing.values()))
-        for window in self.windows.values():
-            window.extend(fresh)
+        self.allocator.require(sum(missing.values()))
         for slot, count in missing.items():
-            held, pages, fresh = self._pages[slot], fresh[:count], fresh[count:]
+            held, pages = self._pages[slot], self.allocator.allocate(count, self._owners[slot])
+            for window in self.windows.values():
+                window.extend(pages)
             self._write(slot, len(held), pages)
             held.extend(pages)
 
@@ -186,27 +186,30 @@ class PageTable:
             window.close(slot, self._pages[slot])
         self.allocator.free(self._pages[slot][self._shared[slot] :])
         self._write(slot, 0, [0] * len(self._pages[slot]))
-        self._pages[slot], self._shared[slot], self.lengths[slot], self._open[slot] = [], 0, 0, False
+        self._pages[slot], self._shared[slot], self.lengths[slot], self._owners[slot] = [], 0, 0, None
         self._free_slots.append(slot)
         self.version += 1
 
-    def clear(self) -> None:
-        """Closes every row and frees every page, whoever holds them, in whatever state an interruption left them."""
-        self.allocator.clear()
+    def release(self, owner: Hashable) -> None:
+        """Closes the rows of `owner` and frees its pages, those of its prefix cache too, and whatever nobody holds.
+
+        In whatever state an interruption left what it has: others' rows and pages stay as they are.
+        """
+        others = {page for page, own in enumerate(self.allocator.owners) if own not in (None, owner)}
+        rows = {slot: self._pages[slot] for slot, own in enumerate(self._owners) if own not in (None, owner)}
+        self.allocator.keep(others)
         for window in self.windows.values():
-            window.clear()
-        count = len(self.lengths)
-        self._pages, self._shared = [[] for _ in range(count)], [0] * count
-        self.lengths[:], self._open = [0] * count, [False] * count
-        self._free_slots = list(range(count - 1, -1, -1))
-        for slot in range(count):
+            window.keep(others, rows)
+        for slot in (slot for slot in range(len(self.lengths)) if slot not in rows):
+            self._pages[slot], self._shared[slot], self.lengths[slot], self._owners[slot] = [], 0, 0, None
             self._write(slot, 0, [0] * self._table.shape[1])
+        self._free_slots = [slot for slot in range(len(self.lengths) - 1, -1, -1) if slot not in rows]
         self.version += 1
 
     def rows(self, slots: Sequence[int], max_tokens: int, device: torch.device | str = "cpu") -> Tensor:
         """The rows of some requests, wide enough for `max_tokens` tokens: int32 [B, W] on `device`."""
-        if not all(0 <= slot < len(self._open) for slot in slots):
-            raise HeadstockError("there is no such slot", given=list(slots), works=f"0…{len(self._open) - 1}")
+        if not all(0 <= slot < len(self._owners) for slot in slots):
+            raise HeadstockError("there is no such slot", given=list(slots), works=f"0…{len(self._owners) - 1}")
         width = self.pages_for(max_tokens)
         return torch.from_numpy(self._table[list(slots), :width]).to(device, non_blocking=True)
 
@@ -227,5 +230,5 @@ class PageTable:
             self._mirror.note(slot * self._table.shape[1] + place, pages)
 
     def _check_open(self, slot: int) -> None:
-        if not (0 <= slot < len(self._open) and self._open[slot]):
+        if not 0 <= slot < len(self._owners) or self._owners[slot] is None:
             raise HeadstockError("no request is open in this slot", given=slot, works="what open() returned")

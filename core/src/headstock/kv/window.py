@@ -62,11 +62,15 @@ class WindowPages:
         self._read(pages[self._first[slot] :])
 
     def slide(self, slot: int, pages: Sequence[int], length: int) -> None:
-        """A row lets go of what its tokens from position `length` on cannot see."""
+        """A row lets go of what its tokens from position `length` on cannot see, in whole though it be interrupted."""
         before, now = self._first[slot], min(self.first(length), len(pages))
         if now > before:
-            self._leave(pages[before:now])
-            self._first[slot] = now
+            left = {page: self._readers[page] - 1 for page in pages[before:now]}
+            try:
+                self._let_go(slot, now, left)
+            except BaseException:
+                self._let_go(slot, now, left)  # what was done of it comes to the same once more
+                raise
 
     def make_room(self, count: int) -> None:
         """Takes kept pages until `count` are free; raises OutOfPages when rows read too many."""
@@ -99,13 +103,17 @@ class WindowPages:
         self._leave(pages[self._first[slot] :])
         self._first[slot] = 0
 
-    def clear(self) -> None:
-        """Forgets all rows and frees every page."""
-        self.allocator.clear()
-        self._readers, self._first = [0] * len(self._readers), [0] * len(self._first)
-        self._idle.clear()
+    def keep(self, pages: Iterable[int], rows: Mapping[int, Sequence[int]]) -> None:
+        """Forgets all but these pages of the table and these rows, in whatever state an interruption left the rest."""
+        kept = {page: own for page in pages if (own := self.of[page])}
+        self.allocator.keep(set(kept.values()))
         for page in range(len(self.of)):
-            self._put(page, 0)
+            self._put(page, kept.get(page, 0))
+        self._first = [first if slot in rows else 0 for slot, first in enumerate(self._first)]
+        self._readers = [0] * len(self._readers)
+        self._idle = OrderedDict.fromkeys([*(page for page in self._idle if page in kept), *kept])
+        for slot, row in rows.items():
+            self._read(row[self._first[slot] :])
 
     def rows(self, slots: Sequence[int], table: Tensor, seq_lens: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Rows of the page table, int32 [B, W], as they are here: from the first page in each window on, int32 [B, W'].
@@ -139,6 +147,14 @@ class WindowPages:
         self._of[page] = own
         if self._mirror is not None:
             self._mirror.note(page, [own])
+
+    def _let_go(self, slot: int, first: int, readers: Mapping[int, int]) -> None:
+        """A row's window begins at its page `first`, and the pages before it have so many readers."""
+        for page, count in readers.items():
+            self._readers[page] = count
+            if not count and self.of[page]:
+                self._idle[page] = None
+        self._first[slot] = first
 
     def _read(self, pages: Iterable[int]) -> None:
         for page in pages:

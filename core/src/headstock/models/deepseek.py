@@ -64,7 +64,7 @@ class Deepseek(Decoder[Layer]):
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         config, num_tokens = self.config, input_ids.shape[0]
         ops, eps = self.ops, config.rms_norm_eps
-        cos, sin = self.rope.tables(positions, self.dtype)
+        cos, sin = self.ops.tables(self.rope, positions, self.dtype)
         hidden = F.embedding(input_ids, self.embedding)
         attended = hidden.new_empty(num_tokens, config.num_heads, self.mla.v_dim)
         flat = attended.view(num_tokens, -1)

@@ -137,9 +137,12 @@ def _experts(keys: _Keys, kind: str) -> MoEConfig:
         given = f"n_routed_experts={experts}, n_group={groups}, topk_group={top_groups}, num_experts_per_tok={top_k}"
         works = f"groups of equal size, {least} or more, of which the best hold num_experts_per_tok"
         raise ModelError("config.json: experts cannot be chosen like this", given=given, works=works)
+    shared_size = keys.moe_intermediate_size * keys.n_shared_experts
+    if shared_size > 2**31:
+        given = f"n_shared_experts={keys.n_shared_experts}, moe_intermediate_size={keys.moe_intermediate_size}"
+        raise ModelError("config.json: shared experts are too large together", given=given, works="a product up to 2³¹")
     return MoEConfig(
-        num_experts=experts, top_k=top_k, intermediate_size=keys.moe_intermediate_size,
-        shared_size=keys.moe_intermediate_size * keys.n_shared_experts, scoring=scoring, num_groups=groups,
-        top_groups=top_groups, normalised=keys.norm_topk_prob, scaling=keys.routed_scaling_factor,
-        first_layer=keys.first_k_dense_replace,
+        num_experts=experts, top_k=top_k, intermediate_size=keys.moe_intermediate_size, shared_size=shared_size,
+        scoring=scoring, num_groups=groups, top_groups=top_groups, normalised=keys.norm_topk_prob,
+        scaling=keys.routed_scaling_factor, first_layer=keys.first_k_dense_replace,
     )  # fmt: skip

@@ -27,21 +27,30 @@ def norm(x, delta, weight, out, eps, width, x_row, delta_part, PARTS: tl.constex
 @triton.jit
 def product(
     x, weight, out, tokens, x_row, K: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """out [PARTS, T, N] = x [T, K] · weight [N, K]ᵀ, each part the sum over its share of K; T ≤ BLOCK_T."""
+    """out [PARTS, T, N] = x [T, K] · weight [N, K]ᵀ, each part the sum over its share of K; T ≤ BLOCK_T.
+
+    With GATED, of one part, the weight is [2 N, K], the gates first, and out is silu(gate) × up. What is multiplied is
+    weight · xᵀ, as Hopper's products take 64 rows of what comes first, but as few as 8 columns of what comes second.
+    """
     part = tl.program_id(1)
     share: tl.constexpr = K // PARTS
     token = tl.arange(0, BLOCK_T)[:, None]
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = part * share + tl.arange(0, BLOCK_K)[None, :]
     rows, weights = x + token * x_row + at, weight + row[:, None].to(tl.int64) * K + at
-    total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    up = total
     for start in range(0, share, BLOCK_K):
-        w = tl.load(weights + start, eviction_policy="evict_first")
-        total = tl.dot(tl.load(rows + start, mask=token < tokens, other=0.0), w.T, total, input_precision="ieee")
+        columns = tl.load(rows + start, mask=token < tokens, other=0.0).T
+        total = tl.dot(tl.load(weights + start, eviction_policy="evict_first"), columns, total)
+        if GATED:
+            up = tl.dot(tl.load(weights + N * K + start, eviction_policy="evict_first"), columns, up)
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * up
     place = out + (part * tokens + token) * N + row[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=token < tokens)
+    tl.store(place, total.T.to(out.dtype.element_ty), mask=token < tokens)
 
 
 @triton.jit
@@ -71,6 +80,22 @@ def rotate(
     sin_a, sin_b = tl.load(sin + table + at, mask=half, other=0.0), tl.load(sin + table + right, mask=half, other=0.0)
     tl.store(place + at, (a * cos_a + b * sin_a).to(heads.dtype.element_ty), mask=inside)
     tl.store(place + right, (b * cos_b + a * sin_b).to(heads.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tables(positions, frequencies, cos, sin, factor, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """A token's cos and sin [T, 2 × HALF] at its position times each frequency [HALF], times `factor`; the sine of the
+    left half negated."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < HALF
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + at, mask=inside, other=0.0)
+    c, s = (tl.cos(angle) * factor).to(cos.dtype.element_ty), (tl.sin(angle) * factor).to(sin.dtype.element_ty)
+    left = token * 2 * HALF + at
+    tl.store(cos + left, c, mask=inside)
+    tl.store(cos + left + HALF, c, mask=inside)
+    tl.store(sin + left, -s, mask=inside)
+    tl.store(sin + left + HALF, s, mask=inside)
 
 
 @triton.jit

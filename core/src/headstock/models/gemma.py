@@ -29,7 +29,7 @@ class Gemma3(Llama):
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         config, num_tokens = self.config, input_ids.shape[0]
         q_heads, qk_heads = config.num_heads, config.num_heads + config.num_kv_heads
-        full, local = self.rope.tables(positions, self.dtype), self.local_rope.tables(positions, self.dtype)
+        full, local = (self.ops.tables(rope, positions, self.dtype) for rope in (self.rope, self.local_rope))
         hidden = F.embedding(input_ids, self.embedding) * self.embedding_scale
         attended = hidden.new_empty(num_tokens, q_heads, config.head_dim)
         flat = attended.view(num_tokens, -1)

@@ -42,7 +42,7 @@ class Llama(Decoder[Layer]):
         config, num_tokens = self.config, input_ids.shape[0]
         q_heads, qk_heads = config.num_heads, config.num_heads + config.num_kv_heads
         ops, eps = self.ops, config.rms_norm_eps
-        cos, sin = self.rope.tables(positions, self.dtype)
+        cos, sin = ops.tables(self.rope, positions, self.dtype)
         hidden = F.embedding(input_ids, self.embedding)
         attended = hidden.new_empty(num_tokens, q_heads, config.head_dim)
         flat = attended.view(num_tokens, -1)
@@ -53,7 +53,7 @@ class Llama(Decoder[Layer]):
             qk = ops.rotate(qkv[:, :qk_heads], cos, sin, layer.qk_norm, eps)
             attend(index, qk[:, :q_heads], qk[:, q_heads:], qkv[:, qk_heads:], attended)
             hidden, x = ops.add_norm(hidden, layer.output, flat, layer.post_norm, eps)
-            x = ops.silu_gate(layer.gate_up(x))
+            x = ops.gate(layer.gate_up, x)
             hidden, x = ops.add_norm(hidden, layer.down, x, norms[index + 1], eps)
         return self.head(x if rows is None else x[rows])
 

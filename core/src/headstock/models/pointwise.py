@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headstock.fusing import fusing
 from headstock.models.linear import Linear
-from headstock.models.rope import rotate
+from headstock.models.rope import Rope, rotate
 
 
 class Pointwise:
@@ -28,18 +29,24 @@ class Pointwise:
             heads = F.rms_norm(heads, heads.shape[-1:], None, eps) * norm
         return rotate(heads, cos, sin)
 
+    def tables(self, rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The tables of a step: positions [T] to cos and signed sin, both [T, 1, head_dim]."""
+        return rope.tables(positions, dtype)
+
     def silu_gate(self, gate_up: Tensor) -> Tensor:
         """silu(gate) × up of rows [T, 2 I], the gates first."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
+    def gate(self, layer: Linear, x: Tensor) -> Tensor:
+        """silu(gate) × up of the linear layer of rows x [T, in], the gates first."""
+        return self.silu_gate(layer(x))
+
 
 def pointwise(device: torch.device) -> Pointwise:
-    """The operations for a device: fused on an NVIDIA GPU, where torch has brought along what compiles them."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    """The operations for a device: fused where it runs such kernels."""
+    if not fusing(device).able:
         return Pointwise()
-    try:
-        from headstock.models.fused import Fused
-    except ImportError:
-        return Pointwise()
+    from headstock.models.fused import Fused
+
     return Fused()

@@ -21,8 +21,9 @@ from headstock.kv.mirror import Mirror
 from headstock.models.config import ModelConfig
 from headstock.plugins import Observers
 from headstock.runner.levels import Shared
+from headstock.runner.refresh import GroupPages
 from headstock.runner.sampler import Sampled, greedy
-from headstock.runner.static_batch import GroupPages, StaticStep
+from headstock.runner.static_batch import StaticStep
 from headstock.runner.step import Steps
 
 Run = Callable[[Tensor, Tensor, Mapping[str, ForwardBatch], Tensor | None], Tensor]
@@ -35,7 +36,7 @@ graphs of up to 128 rows, four sizes with a level and without, took 192 MiB with
 and 232 with DeepSeek-V2-Lite, 100 of them theirs."""
 PAGE_BYTES = 64
 """For each page of the longest row, times rows: its number in two tables, in levels, and in what is worked out of them.
-At page size 16 and 32768 tokens the buffers take 14, and all results of one refresh together 44."""
+At page size 16 and 32768 tokens the buffers take 14, and where torch's operations refresh them their results 44."""
 
 
 class GraphBackend(NamedTuple):
@@ -117,8 +118,8 @@ class GraphRunner:
     `run` is captured from the token ids to the greedy token, once for each of the specs' buckets, largest first and in
     one memory pool. Afterwards `step` replays the smallest size that holds a batch, counted in `replays`. What cannot
     be replayed is counted in `fallbacks` by its reason, and the caller runs it eagerly. Each replay brings `mirrors` up
-    to date; `observers` hear of each forward. One of the `backends` serves each bucket and layer group: `serving`; and
-    `batches` has its batch.
+    to date; `observers` hear of each forward. `buffer_bytes` are the buffers', with the graphs that refresh them. One
+    of the `backends` serves each bucket and layer group: `serving`; and `batches` has its batch.
     """
 
     def __init__(
@@ -134,8 +135,10 @@ class GraphRunner:
         self.fallbacks: Counter[Fallback] = Counter()
         self.replays: Counter[GraphBucket] = Counter()
         self.reports: list[CaptureReport] = []
+        before = device.free_memory()
         with _quiet_gc():
             self.static = StaticStep(device, {each.key: (each.spec, each.pages) for each in backends}, mirrors)
+        self.buffer_bytes = max(self._taken(before), self.static.num_bytes)  # from memory that torch had, or new
         self.serving = {
             bucket: {each.group: each for each in backends if bucket in each.spec.graph_buckets}
             for bucket in self.static.buckets
@@ -165,16 +168,21 @@ class GraphRunner:
                 report(self.reports[-1])
         return self.reports
 
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes of all captures, and of the buffers that they share with what refreshes them."""
+        return self.buffer_bytes + sum(each.num_bytes for each in self.reports)
+
     def cost(self) -> str:
         """What the captures cost, in words."""
         sizes = sorted({bucket.batch for bucket in self._captured})
-        seconds, size = sum(each.seconds for each in self.reports), sum(each.num_bytes for each in self.reports)
+        seconds, size = sum(each.seconds for each in self.reports), self.num_bytes
         rows = f"{len(self._captured)} captured, up to {sizes[-1]} rows" if sizes else "none captured"
         return f"{rows}, in {seconds:.1f} s and {size / 2**20:.0f} MiB"
 
-    def fitting(self, num_rows: int) -> GraphBucket | None:
-        """The smallest size with a graph that holds so many rows, with as many levels of shared prefixes as it has."""
-        holding = (bucket for bucket in self._captured if bucket.batch >= num_rows)
+    def fitting(self, num_rows: int, query_len: int = 1) -> GraphBucket | None:
+        """The smallest size with a graph that holds such rows, with as many levels of shared prefixes as it has."""
+        holding = (b for b in self._captured if b.query_len == query_len and b.batch >= num_rows)
         return min(holding, key=lambda bucket: (bucket.batch, -bucket.levels), default=None)
 
     def bucket_for(self, num_rows: int, query_len: int = 1, levels: int = 0) -> GraphBucket | None:
@@ -189,24 +197,36 @@ class GraphRunner:
     ) -> Done | None:
         """Replays one decode step: slots, keys each with the new ones, the new tokens, and what prefixes are shared.
 
-        None where the step has to run eagerly; nothing has been run then.
+        What a graph with levels cannot hold is replayed without. None where the step has to run eagerly; nothing has
+        been run then.
         """
-        n, levels = len(tokens) // len(slots), 0
-        if shared and shared.levels and (fitting := self.fitting(len(slots))):
-            levels = fitting.levels
-        bucket = self.bucket_for(len(slots), n, levels)
+        rows, n = len(slots), len(tokens) // len(slots)
+        fitting = self.fitting(rows, n) if shared and shared.levels else None
+        done = self._replay(GraphBucket(rows, n, fitting.levels if fitting else 0), slots, seq_lens, tokens, shared)
+        if isinstance(done, Fallback) and fitting and fitting.levels:
+            done = self._replay(GraphBucket(rows, n), slots, seq_lens, tokens, None)
+        if isinstance(done, Fallback):
+            self.fallbacks[done] += 1
+            return None
+        return done
+
+    def _replay(
+        self, wanted: GraphBucket, slots: Sequence[int], seq_lens: Sequence[int], tokens: Sequence[int],
+        shared: Shared | None,
+    ) -> Done | Fallback:  # fmt: skip
+        """Replays the smallest size that holds what is wanted, or says why not."""
+        bucket = self.bucket_for(wanted.batch, wanted.query_len, wanted.levels)
         if bucket is None:
-            return self._eagerly("size", f"no graph for {_described(GraphBucket(len(slots), n, levels))}")
+            return Fallback("size", f"no graph for {_described(wanted)}")
         if bucket not in self._captured:
-            return self._eagerly("capture", self._failures.get(bucket, "not captured"))
-        captured = self._captured[bucket]
+            return Fallback("capture", self._failures.get(bucket, "not captured"))
+        captured, batches = self._captured[bucket], self.batches[bucket]
         self.static.fill(bucket, slots, seq_lens, "replay", tokens, shared)
-        batches = self.batches[bucket]
         try:
             for group, each in self.serving[bucket].items():
                 each.backend.init_forward_metadata_replay_cuda_graph(batches[group])
         except GraphFallback as fallback:
-            return self._eagerly("backend", fallback.reason)
+            return Fallback("backend", fallback.reason)
         for batch in batches.values():
             self.observers.notify("before_forward", batch=batch)
         captured.graph.replay()
@@ -215,10 +235,6 @@ class GraphRunner:
             self.observers.notify("after_forward", batch=batch)
         count, (sampled, failed) = len(tokens), captured.sampled
         return Done(captured.logits[:count], Sampled(sampled[:count], failed[:count]))
-
-    def _eagerly(self, kind: Cause, reason: str) -> Done | None:
-        self.fallbacks[Fallback(kind, reason)] += 1
-        return None
 
     def _capture(self, bucket: GraphBucket, pool: GraphPool, broken: Exception | None) -> CaptureReport:
         started, before = time.perf_counter(), self.device.free_memory()
@@ -230,9 +246,13 @@ class GraphRunner:
         except Exception as error:
             self._captured.pop(bucket, None)
             self._failures[bucket] = f"capture of {_described(bucket)} failed: {error}".splitlines()[0]
+        used = self._taken(before)
+        return CaptureReport(bucket, time.perf_counter() - started, used, self._failures.get(bucket, ""))
+
+    def _taken(self, before: int) -> int:
+        """Device bytes taken since so many were free; on a CPU others take and give them all the time."""
         self.device.synchronize()
-        used = before - self.device.free_memory() if self.device.torch.type != "cpu" else 0
-        return CaptureReport(bucket, time.perf_counter() - started, max(used, 0), self._failures.get(bucket, ""))
+        return max(before - self.device.free_memory(), 0) if self.device.torch.type != "cpu" else 0
 
     def _record(self, bucket: GraphBucket, pool: GraphPool) -> _Captured:
         """One capture as the contract has it: planned once, run twice to warm up, and recorded."""
@@ -252,7 +272,7 @@ class GraphRunner:
                 most = max(each.batch * each.query_len for each in self.static.buckets)
                 self._logits = logits.new_empty(most, *logits.shape[1:])
             kept = self._logits[: len(logits)]
-            results[:] = [(kept.copy_(logits), greedy(logits))]
+            results[:] = [(kept, greedy(logits, kept))]
 
         with self.device.warming_up(pool):
             run()

@@ -47,6 +47,22 @@ def expand_from(shape: LayerShape) -> int:
     return WORTH * break_even(shape)
 
 
+def expansion_bytes(shape: LayerShape, *, context: int, max_batch: int, max_tokens: int, least: int, size: int) -> int:
+    """The most that expanding a step takes at once in a layer, in bytes; the layers take turns.
+
+    Rows of `least` new tokens or more are expanded, `max_batch` of them with `max_tokens` in all, each of `context`
+    tokens at most. Of keys, the largest chunk's vectors are gathered and expanded; of new tokens, a part of the output,
+    and the sum of parts and the part in float32, with their log-sum-exps. A number of the model's dtype takes `size`.
+    """
+    assert shape.latent is not None, "asked of layers that cache latent vectors"
+    rank, rope = shape.latent
+    total = min(max_batch, max_tokens // least) * context
+    keys, tokens = min(total, max(chunk_size(total, CHUNK_TOKENS), max_tokens)), min(total, max_tokens)
+    per_key = (rank + rope + shape.num_heads * (2 * shape.head_dim - rope + shape.v_head_dim)) * size
+    per_token = shape.num_heads * (shape.v_head_dim * (size + 8) + 12)
+    return keys * per_key + tokens * per_token
+
+
 class AbsorbedSegment(Segment):
     """A segment that attends in the latent space, as `mla` backends do."""
 
@@ -124,10 +140,15 @@ class ExpandedSegment:
         whole = part.to(torch.float32, copy=True)  # and `part` is free for the chunks
         for chunk in self.chunks:
             own, other, other_lse = q[chunk.rows], part[chunk.rows], torch.empty_like(lse[chunk.rows])
-            expanded = up.expand(_read(layer, chunk.loc, q.dtype))
-            self.backend.forward(own, *expanded, ragged, chunk.batch, out=other, lse=other_lse)
+            latent = _read(layer, chunk.loc, q.dtype)  # with no name for what it becomes: one chunk's at a time
+            self.backend.forward(own, *up.expand(latent), ragged, chunk.batch, out=other, lse=other_lse)
             merge(whole[chunk.rows], lse[chunk.rows], other, other_lse)
         out.copy_(whole)
+
+
+def chunk_size(total: int, chunk_tokens: int) -> int:
+    """Tokens of a chunk of so many cached ones in all: as asked for, or more where the chunks would be too many."""
+    return max(chunk_tokens, -(-total // MAX_CHUNKS))
 
 
 def cut(batch: ForwardBatch, chunk_tokens: int) -> list[Chunk]:
@@ -137,7 +158,7 @@ def cut(batch: ForwardBatch, chunk_tokens: int) -> list[Chunk]:
     prefixes = _seq_lens(batch) - query_lens
     ends = np.cumsum(prefixes)
     total, device = int(ends[-1]), batch.positions.device
-    size = max(chunk_tokens, -(-total // MAX_CHUNKS))
+    size = chunk_size(total, chunk_tokens)
     chunks = []
     for start in range(0, total, size):
         stop = min(start + size, total)

@@ -29,7 +29,8 @@ class MemoryPlan:
 
     Pages are counted in tokens of whole requests. Layers without a window keep all of them, `bytes_per_page` over those
     layers; `windows` has what layers with one keep, by the window. `expanded_page` is what a page of latent vectors
-    would take as keys and values of all heads, 0 where that is what it holds.
+    would take as keys and values of all heads, 0 where that is what it holds; `expansion` what a step takes to make
+    these of some of them, for as long as a layer attends to them.
     """
 
     weights: int
@@ -41,6 +42,7 @@ class MemoryPlan:
     windows: Mapping[int, WindowPlan] = field(default_factory=dict)
     graphs: int = 0
     expanded_page: int = 0
+    expansion: int = 0
 
     @property
     def kv_cache(self) -> int:
@@ -56,7 +58,7 @@ class MemoryPlan:
         """The plan for people, a line per purpose."""
         parts = [
             ("weights", self.weights), ("workspaces", self.scratch + self.state), ("graphs", self.graphs),
-            ("KV cache", self.kv_cache),
+            ("expansion", self.expansion), ("KV cache", self.kv_cache),
         ]  # fmt: skip
         lines = [f"{name:<11}{size / GIB:8.3f} GiB" for name, size in parts if size]
         lines.append(f"{'':<11}{self.kv_tokens} tokens in {self.num_pages - 1} pages of {self.page_size}")
@@ -87,13 +89,14 @@ def plan_memory(
     windows: Mapping[int, WindowPlan] | None = None,
     graphs: int = 0,
     expanded_page: int = 0,
+    expansion: int = 0,
 ) -> MemoryPlan:
     """Sizes the KV cache: `kv_tokens` where the user fixed it, else `wanted_tokens` or what free memory allows.
 
     `windows` have the most pages that layers with a window can use. `least_tokens` is the smallest cache worth starting
     with. Raises MemoryPlanError, naming the sizes, when that or the weights do not fit.
     """
-    fixed = weights + scratch + state + graphs
+    fixed = weights + scratch + state + graphs + expansion
     free = device.free_memory()
     if weights >= free:
         raise MemoryPlanError(
@@ -108,7 +111,7 @@ def plan_memory(
     fitting = bisect_right(range(1, wanted + 1), room, key=lambda pages: _kv_bytes(pages, bytes_per_page, windows))
     pages = fitting if kv_tokens is None else -(-kv_tokens // page_size) + 1
     kept = {w: plan._replace(num_pages=max(min(plan.num_pages, pages), 1)) for w, plan in windows.items()}
-    plan = MemoryPlan(weights, scratch, state, bytes_per_page, page_size, pages, kept, graphs, expanded_page)
+    plan = MemoryPlan(weights, scratch, state, bytes_per_page, page_size, pages, kept, graphs, expanded_page, expansion)
     if plan.kv_tokens < least_tokens:
         raise MemoryPlanError(
             "the KV cache is too small to serve a single token" if least_tokens == 1 else "the KV cache is too small",

@@ -13,6 +13,7 @@ from torch import Tensor
 from headstock.backend import Progress as Preparation
 from headstock.device import Device, torch_dtype
 from headstock.errors import HeadstockError
+from headstock.fusing import fusing
 from headstock.kv.allocator import PageAllocator
 from headstock.kv.page_table import PageTable
 from headstock.kv.pool import KVPool
@@ -28,7 +29,6 @@ from headstock.policy import GRAPH_SIZES, Policy
 from headstock.runner.arguments import check_sizes, check_types, put_forward
 from headstock.runner.graph import CaptureReport, Done, GraphRunner, decode_graphs
 from headstock.runner.instances import Instance
-from headstock.runner.latent import expand_from
 from headstock.runner.levels import Levels
 from headstock.runner.limits import Limits
 from headstock.runner.requirements import layer_groups, requirements
@@ -91,7 +91,7 @@ class ModelRunner:
             self._choose(candidates, policy, kv_dtype, options or {}, kv_tokens, progress)
             self.mixed: Mixed = self._split() if mixed == "auto" else mixed
             self._load_model(model, progress, seed)
-            self._make_cache(self._expand_from(policy), always_share=policy.cascade == "on")
+            self._make_cache(always_share=policy.cascade == "on")
             self.graphs = self._capture(progress)
 
     def _choose(
@@ -121,18 +121,21 @@ class ModelRunner:
         chosen = Selection(self.config, self.device, needs, candidates, policy, self.limits, own, kv_tokens, report)
         self.decision, self.roles, self.memory = chosen.decision, chosen.roles, chosen.memory
         self.page_size, self.candidates = self.memory.page_size, chosen.candidates
+        self.expand_from = chosen.expand_from
         self.instances: list[Instance] = chosen.instances
         self.notices += chosen.notices
         self.observers.notify("on_decision", decision=self.decision)
 
     def _load_model(self, model: str | Path | ModelConfig, progress: Progress | None, seed: int) -> None:
+        if fault := fusing(self.device.torch).fault:
+            self.notices.append(fault)
         self.model = model_class(self.config)(self.config, torch_dtype(self.dtype), self.device.torch)
         if isinstance(model, ModelConfig):
             self.model.init_random(seed)
         else:
             self.model.load(WeightSource(model), progress)
 
-    def _make_cache(self, expand_from: int | None, always_share: bool) -> None:
+    def _make_cache(self, always_share: bool) -> None:
         groups, memory = layer_groups(self.config), self.memory
         rows, table_pages = self.limits.max_batch, memory.num_pages
         windows = {
@@ -151,7 +154,7 @@ class ModelRunner:
         decoding = {group: self.roles[group, "decode"] for group in groups}
         levels = Levels(self.pages, self.device, decoding, always_share)
         self.steps = Steps(
-            self.pages, levels, self.device, self.roles, groups, layers, self.observers, self.mixed, expand_from
+            self.pages, levels, self.device, self.roles, groups, layers, self.observers, self.mixed, self.expand_from
         )  # fmt: skip
 
     def _split(self) -> Mixed:
@@ -167,16 +170,6 @@ class ModelRunner:
                 return "split"
         return "extend"
 
-    def _expand_from(self, policy: Policy) -> int | None:
-        """New tokens of a row from which its keys are expanded, where latent attention is served in that form."""
-        shapes = {group: self.config.layers[own[0]] for group, own in layer_groups(self.config).items()}
-        served = [group for group in shapes if (group, "expand") in self.roles]
-        if not served:
-            return None
-        if any((group, "extend") not in self.roles for group in served):
-            return 2  # one new token is decoded
-        return policy.expand_from or max(expand_from(shapes[group]) for group in served)
-
     def _capture(self, progress: Progress | None) -> GraphRunner | None:
         """Captures the decode steps, if their backends can be, and tells what it cost more than was planned."""
         if not any(instance.spec.graph_buckets for instance in self.instances):
@@ -189,7 +182,7 @@ class ModelRunner:
 
         self.observers.notify("on_capture", report=graphs.capture(tell))
         self.notices += [f"{each.failure}: such steps run eagerly" for each in graphs.reports if each.failure]
-        if (used := sum(each.num_bytes for each in graphs.reports)) > self.memory.graphs:
+        if (used := graphs.num_bytes) > self.memory.graphs:
             planned = f"{self.memory.graphs >> 20} MiB were planned for"
             self.notices.append(f"the decode graphs took {used >> 20} MiB, {planned}")
         return graphs

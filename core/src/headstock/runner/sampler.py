@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headstock.engine.sampling import SamplingParams
+from headstock.fusing import fusing
 
 # The most likely token of a row weighs 2^40. Sums of weights stay under 2^63 up to 2^23 tokens, and what rounds to
 # zero was less likely than 10^-12.
@@ -18,7 +19,7 @@ ONE = 2.0**40
 # Rows are drawn in blocks of about so many logits: on a CPU to stay near its caches (a quarter of the time of one
 # block at 32 × 131072), elsewhere to bound the temporaries to some 200 MB.
 CPU_BLOCK, DEVICE_BLOCK = 2**19, 2**22
-# Parts that a GPU cuts a row of logits into to find its greatest.
+# Parts that a GPU without fused kernels cuts a row of logits into to find its greatest.
 COLUMNS = 64
 
 
@@ -116,8 +117,18 @@ class Sampler:
         return weight
 
 
-def greedy(logits: Tensor) -> Sampled:
-    """The first of the greatest logits of each row [R, vocab]. It never waits for the device, and can be captured."""
+def greedy(logits: Tensor, kept: Tensor | None = None) -> Sampled:
+    """The first of the greatest logits of each row [R, vocab]. It never waits for the device, and can be captured.
+
+    `kept` [R, vocab] takes a copy of the logits on the way.
+    """
+    if logits.dtype != torch.float64 and logits.stride(-1) == 1 and fusing(logits.device).able:
+        from headstock.runner import fused
+
+        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+            return Sampled(*fused.greedy(logits, kept))
+    if kept is not None:
+        kept.copy_(logits)
     rows, size = logits.shape
     if logits.is_cuda and size % COLUMNS == 0:  # a row at a time would leave most of the device idle
         peaks, places = logits.view(rows, COLUMNS, -1).max(-1)

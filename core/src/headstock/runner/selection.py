@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,6 +22,7 @@ from headstock.render import raise_unsolved
 from headstock.requirement import Requirement
 from headstock.runner.graph import graph_bytes
 from headstock.runner.instances import FaultyBackend, Instance, Roles, load_instances, start_and_probe
+from headstock.runner.latent import expand_from, expansion_bytes
 from headstock.runner.limits import Limits
 from headstock.runner.memory import MemoryPlan, WindowPlan, plan_memory
 from headstock.runner.requirements import layer_groups
@@ -52,6 +54,7 @@ class Selection:
         report: Report,
     ):
         self.config, self.device, self.limits, self.policy = config, device, limits, policy
+        self.shapes = {group: config.layers[layers[0]] for group, layers in layer_groups(config).items()}
         self.candidates = list(candidates)
         self.notices: list[str] = []
         last: BaseException | None = None
@@ -78,6 +81,26 @@ class Selection:
         """The distinct instances behind the roles."""
         each = (instance for servers in self.roles.values() for instance in servers.instances)
         return list({id(instance): instance for instance in each}.values())
+
+    @property
+    def expand_from(self) -> int | None:
+        """New tokens of a row from which its keys are expanded, where latent attention is served in that form."""
+        served = [group for group, role in self.roles if role == "expand"]
+        if not served:
+            return None
+        if any((group, "extend") not in self.roles for group in served):
+            return 2  # one new token is decoded
+        return self.policy.expand_from or max(
+            self._crossover(group) or expand_from(self.shapes[group]) for group in served
+        )
+
+    def _crossover(self, group: str) -> int:
+        """From how many new tokens on expanding was faster, for any two who serve the forms; 0 if not measured."""
+        names = ([each.candidate.name for each in self.roles[group, role].instances] for role in ("extend", "expand"))
+        size, layout = (need := self.decision.cached(group)).page_size, need.kv_layout
+        pairs = {(group, *pair, size, layout) for pair in itertools.product(*names)}
+        found = {pair: each.tokens for each in self.policy.crossovers if (pair := each[:5]) in pairs}
+        return max(found.values()) if found.keys() == pairs else 0
 
     def _start(self, kv_tokens: int | None, report: Report) -> None:
         """Makes the instances ready to run. Raises FaultyBackend for what fails."""
@@ -131,6 +154,7 @@ class Selection:
             kv_tokens=kv_tokens,
             graphs=graph_bytes(config, torch_dtype(need.dtype).itemsize, self._captured_sizes(), width),
             expanded_page=page_size * _expanded_numbers(config) * torch_dtype(need.kv_dtype).itemsize,
+            expansion=self._expansion(min(need.max_context, kv_tokens or need.max_context)),
         )
         scratch = max(instance.bytes.scratch for instance in self.instances)
         state = sum(instance.bytes.state for instance in self.instances)
@@ -143,6 +167,18 @@ class Selection:
                 _, greedy = max(instances, key=lambda pair: (not pair[0], sum(pair[1].bytes)))
                 raise FaultyBackend(greedy.candidate, error, greedy.spec.group, greedy.spec.phases) from error
             raise
+
+    def _expansion(self, context: int) -> int:
+        """Bytes that a step takes to expand latent vectors; rows hold at most `context` tokens."""
+        shapes = (self.shapes[group] for group, role in self.roles if role == "expand")
+        each = (
+            expansion_bytes(
+                shape, context=context, max_batch=self.limits.max_batch, max_tokens=self.limits.max_tokens,
+                least=self.expand_from or 1, size=torch_dtype(self.decision.requirements[0].dtype).itemsize,
+            )
+            for shape in shapes
+        )  # fmt: skip
+        return max(each, default=0)
 
     def _captured_sizes(self) -> list[int]:
         """The rows of the decode steps that will be captured."""

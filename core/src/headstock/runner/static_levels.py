@@ -25,6 +25,11 @@ class StaticLevels:
         self.rows, self.width = rows, width
         self.levels = tuple(_empty(rows, width, device) for _ in range(count))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers on the device."""
+        return sum(x.nbytes for own in self.levels for x in (own.row_indptr, own.page_indptr, own.page_indices))
+
     @staticmethod
     def numbers(rows: int, count: int) -> int:
         """How many numbers the host writes."""
