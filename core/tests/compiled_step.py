@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from headstock.models import fused_kernels as layers
+from headstock.models import moe_kernels as moe
 from headstock.runner import fused_kernels as step
 
 I32, I64, F32, BF16 = "*i32", "*i64", "*fp32", "*bf16"
@@ -23,6 +24,9 @@ DERIVE = {
 }  # fmt: skip
 LOGITS = {"logits": BF16, "peaks": F32, "places": I64, "size": "i32", "row_stride": "i32"}
 PRODUCT, TILE = {"x": BF16, "weight": BF16, "x_row": "i32"}, {"K": 4096, "N": 4096, "BLOCK_N": 64, "BLOCK_K": 128}
+EXPERTS = {"x": BF16, "weight": BF16, "experts": I64, "tokens": "i32", "x_row": "i32"}
+MIXED = {"K": 2048, "N": 2048, "TOP_K": 6, "BLOCK_N": 64, "BLOCK_K": 128}
+CHOICE = {"logits": F32, "weights": F32, "experts": I64, "scaling": "fp32"}
 LAUNCHES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     (step.fetch, {"written": I64, "inputs": I64, "mirror": I32, "count": "i32", "start": "i32"},
      {"rows": 1, "BLOCK": 256}),
@@ -41,6 +45,16 @@ LAUNCHES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     (layers.rotate, {**dict.fromkeys(("heads", "cos", "sin", "norm"), BF16), "eps": "fp32", "count": "i32",
                      "token_stride": "i32", "head_stride": "i32", "table_row": "i32"},
      {"DIM": 96, "BLOCK": 8, "HALF": 64}),
+    (moe.logits, {"x": BF16, "weight": F32, "out": F32, "tokens": "i32", "x_row": "i32"},
+     {"K": 2048, "EXPERTS": 160, "BLOCK_T": 4, "BLOCK_E": 4, "BLOCK_K": 512}),
+    (moe.choose, CHOICE, {"bias": None, "EXPERTS": 160, "TOP_K": 6, "GROUPS": 1, "TOP_GROUPS": 1, "SIGMOID": False,
+                          "NORMALISED": False, "BLOCK_G": 1, "BLOCK_E": 256, "BLOCK_K": 8}),
+    (moe.choose, {**CHOICE, "bias": F32}, {"EXPERTS": 256, "TOP_K": 8, "GROUPS": 8, "TOP_GROUPS": 4, "SIGMOID": True,
+                                           "NORMALISED": True, "BLOCK_G": 8, "BLOCK_E": 32, "BLOCK_K": 8}),
+    (moe.gate_up, {**EXPERTS, "out": BF16}, {**MIXED, "BY_PAIR": True, "BLOCK_T": 16}),
+    (moe.down, {**{name: kind for name, kind in EXPERTS.items() if name != "x_row"}, "shares": F32, "out": F32},
+     {**MIXED, "BY_PAIR": False, "BLOCK_T": 32}),
+    (moe.add, {"hidden": BF16, "parts": F32, "width": "i32", "hidden_row": "i32"}, {"TOP_K": 6, "BLOCK": 1024}),
 ]  # fmt: skip
 """(kernel, types of what varies, values of what does not)."""
 
