@@ -29,7 +29,8 @@ from headstock import AttentionLayer, BackendSpec, ForwardBatch, Workspace
 from headstock.batch import SharedLevel
 from headstock.kv.layout import NHD
 from headstock_triton.backend import TritonAttention
-from headstock_triton.config import Config, find
+from headstock_triton.config import Config, able, find
+from headstock_triton.plan import NARROW_PROGRAMS
 
 CACHES = 400e6
 """Bytes of keys and values that the layers of one graph read in all, at least: eight times the L2 cache of an H200."""
@@ -262,8 +263,9 @@ def candidates(block_m: int) -> Iterator[Config]:
         for n, warps, stages, registers in itertools.product((32, 64, 128), (4, 8), (2, 3, 4, 5), (0, 128)):
             yield Config(block_m, n, warps, stages, 2, 256, registers=registers)
         return
-    for n, warps, stages, programs in itertools.product((32, 64, 128), (2, 4, 8), (3, 5, 7), (1, 2, 4)):
-        yield Config(block_m, n, warps, stages, programs, 128)
+    for n, warps, stages, programs in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 5), (1, 2, 4)):
+        for registers in (0, 128):
+            yield Config(block_m, n, warps, stages, programs, 128, registers=registers)
 
 
 def time_with(work: Work, config: Config) -> float:
@@ -281,20 +283,27 @@ def time_with(work: Work, config: Config) -> float:
         headstock_triton.plan.find = find
 
 
+def rank(times: dict[Config, list[float]]) -> list[Config]:
+    """Configurations by the sum of their times, each relative to the best of its shape."""
+    best = [min(column) for column in zip(*times.values(), strict=True)]
+    return sorted(times, key=lambda config: sum(t / b for t, b in zip(times[config], best, strict=True)))
+
+
 def tune(path: Path) -> None:
-    """Writes what is best over all shapes of a kind: of the least sum of times relative to each shape's best."""
+    """Writes what is best over all shapes of a kind, and the kernel of Hopper with it where that is faster still."""
     entries = []
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    full = [shape for shape in DECODE if shape.rows * shape.kv_heads >= sms]
+    full = [shape for shape in DECODE if shape.rows * shape.kv_heads >= NARROW_PROGRAMS * sms]
     few = [shape for shape in DECODE if shape not in full]
     for block_m, filled, shapes in ((16, True, full), (16, False, few), (64, None, EXTEND), (128, True, EXTEND)):
         works = [Work(shape) for shape in shapes]
         times = {config: [time_with(work, config) for work in works] for config in candidates(block_m)}
-        best = [min(column) for column in zip(*times.values(), strict=True)]
-        ranked = sorted(times, key=lambda config: sum(t / b for t, b in zip(times[config], best, strict=True)))
+        spec, hopper = works[0].spec, replace(rank(times)[0], kernel="attend_hopper")
+        if block_m == 128 and able(spec, hopper):
+            times[hopper] = [time_with(work, hopper) for work in works]
+        ranked = rank(times)
         for config in ranked[:5]:
             print(config, *(f"{shape.name} {t * 1e6:.1f}" for shape, t in zip(shapes, times[config], strict=True)))
-        spec = works[0].spec
         entries.append(
             {"compute_capability": spec.compute_capability, "latent": False, "head_dim": spec.head_dim, "itemsize": 2,
              "page_sizes": [8, 16, 32, 64, 128, 256], "filled": filled, **asdict(ranked[0])}

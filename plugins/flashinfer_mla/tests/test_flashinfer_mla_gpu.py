@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from headstock import ForwardBatch
+from headstock.testing.graphs import replays_equal_eager
 from headstock.testing.problem import Problem, make_problem
 from headstock.testing.rig import Rig
 from headstock_flashinfer_mla.backend import FlashInferMLA
@@ -79,12 +79,8 @@ def test_heads_that_divide_no_tile_decode_one_token():
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_two_hundred_replays_of_one_capture_have_an_eager_forwards_bits(heads):
-    from headstock.testing.graphs import _Stand  # the suite's own stand, driven with other lengths and for longer
-
-    stand = _Stand(FlashInferMLA, {**LATENT, "num_heads": heads, "page_size": 32})
-    draw = random.Random(3)
-    for _ in range(200):
-        stand.replay([draw.randint(1, 32) for _ in range(draw.randint(1, 4))], ())
+    fields = {**LATENT, "num_heads": heads, "page_size": 32, "phase": "decode", "replays": 200}
+    replays_equal_eager(FlashInferMLA, fields)
 
 
 @pytest.mark.parametrize(("new", "lens"), [([1000, 3, 129], [1000, 3, 129]), ([64, 300], [2000, 0])])

@@ -14,8 +14,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import headstock_triton.backend
+import headstock_triton.hopper
 import headstock_triton.plan
 from headstock.testing.problem import make_problem
 from headstock.testing.rig import Rig
@@ -37,7 +40,21 @@ PROBLEMS: list[dict[str, Any]] = [
     {"query_lens": [1, 1], "seq_lens": [40, 70], "lse": True, "sinks": True, **LATENT},
     {"query_lens": [3, 3], "seq_lens": [40, 70], "phase": "decode", "query_mask": True, "page_size": 32, **LATENT},
     {"query_lens": [1, 1, 1], "seq_lens": [40, 70, 9], "shared": SHARED, **ALL},
+    {"query_lens": [40], "seq_lens": [90]},
 ]
+HOPPER: list[tuple[Config, dict[str, Any]]] = [
+    (
+        Config(128, keys=64, kernel="attend_hopper"),
+        {"query_lens": [60, 9, 3], "seq_lens": [240, 190, 9], "head_dim": 128, "page_size": page, "lse": lse, **more},
+    )
+    for page, lse, more in ((16, True, {}), (256, False, {}), (64, False, {"shared": SHARED[:1]}))
+] + [
+    (
+        Config(64, warps=8, stages=2, keys=32, kernel="latent_hopper"),
+        {"query_lens": [2, 2], "seq_lens": [70, 90], "phase": "decode", "page_size": 64, "num_heads": 64,
+         "lse": True, "sinks": True, **LATENT, "head_dim": 576, "v_head_dim": 512},
+    ),
+]  # fmt: skip
 
 
 def compile_for(capability: int, kernel: str, tensors: Mapping[str, Any], numbers: Mapping[str, Any],
@@ -51,12 +68,14 @@ def compile_for(capability: int, kernel: str, tensors: Mapping[str, Any], number
         value = numbers.get(name, given.get(name))
         if name in numbers and value != 1:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
         elif isinstance(value, torch.Tensor):
             signature[name] = f"*{TYPES[value.dtype]}"
             aligned[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name], fixed[name] = "constexpr", value
-    source = ASTSource(function, signature, fixed, aligned)
+    source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, fixed, aligned)
     made = triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={**options, "enable_fp_fusion": True}
     )
@@ -67,14 +86,15 @@ def main(capability: int) -> None:
     def launch(kernel: str, grid: Any, tensors: Any, numbers: Any, constants: Any) -> None:
         compile_for(capability, kernel, tensors, numbers, constants)
 
-    headstock_triton.plan.launch = headstock_triton.backend.launch = launch
+    headstock_triton.plan.launch = headstock_triton.backend.launch = headstock_triton.hopper.launch = launch
     headstock_triton.backend.INTERPRETING = True  # no GPU is asked for
-    for i, fields in enumerate(PROBLEMS):
-        headstock_triton.plan.find = lambda spec, pairs, i=i, filled=True: Config(
-            64 if i == 3 else 16, block_n=32, keys=16
-        )
+    tiles = [Config(64 if i in (3, 7) else 16, block_n=32, keys=16) for i in range(len(PROBLEMS))]
+    problems = list(zip(tiles, PROBLEMS, strict=True)) + (HOPPER if capability == 90 else [])
+    for i, (config, fields) in enumerate(problems):
+        headstock_triton.plan.find = lambda spec, pairs, most=128, filled=True, config=config: config
         kv = {"kv_dtype": "float8_e4m3fn"} if i in (0, 4) and capability >= 89 else {}
-        problem = make_problem(**{"head_dim": 32, "dtype": "float32" if i == 1 else "float16", **fields, **kv})
+        small = {"head_dim": 32, "dtype": "float32" if i == 1 else "float16", "compute_capability": capability}
+        problem = make_problem(**{**small, **fields, **kv})
         rig = Rig(headstock_triton.backend.TritonAttention, problem.spec)
         batch, storage = problem.fresh()
         rig.plan(batch)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from headstock.testing.problem import make_problem
 from headstock.testing.rig import Rig
 from headstock_triton import INTERPRETED, OFFER, attention_backends
 from headstock_triton.backend import TritonAttention
-from headstock_triton.config import SHARED_MEMORY, find, shared_bytes
+from headstock_triton.config import SHARED_MEMORY, Config, find, shared_bytes
+from headstock_triton.hopper import FORMS
 from headstock_triton.launch import launch
 from headstock_triton.plan import Plan, Shape, carried_rows, partial_rows
 
@@ -32,35 +34,59 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
     slots=st.integers(0, 20),
     fixed=st.sampled_from([0, 0, 3]),
     window=st.sampled_from([0, 0, 50]),
+    shared=st.booleans(),
+    far=st.sampled_from([3, 2**31 - 1]),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_schedule_holds_every_split_of_every_tile_once_within_its_bounds(rows, group, slots, fixed, window):
+def test_a_schedule_holds_every_split_of_every_tile_once_within_its_bounds(
+    rows, group, slots, fixed, window, shared, far
+):
     counts, lens = [count for count, _ in rows], [length for _, length in rows]
-    queries = torch.tensor([sum(counts[:i]) for i in range(len(rows) + 1)], dtype=torch.int32, device=DEVICE)
-    keys = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+    firsts = [sum(counts[:i]) for i in range(len(rows) + 1)]
+    begins = [7 * i % (length + 1) if shared else 0 for i, length in enumerate(lens)]
+    starts = [far * i - (5 if shared else 0) for i in range(len(rows))]
+    queries, keys = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (firsts, lens))
     tiles = [-(-count * group // 16) for count in counts]
-    bound = sum(tiles) * fixed if fixed else sum(tiles) + slots
-    if bound == 0:
-        return
-    items = torch.full((bound + 1, 4), 7, dtype=torch.int32, device=DEVICE)
+    spare = 2  # tiles more than there are
+    bound = (sum(tiles) + spare) * fixed if fixed else sum(tiles) + spare + slots
+    items = torch.full((bound + 1, 8), 7, dtype=torch.int32, device=DEVICE)
+    origins = torch.full((bound + 1,), 7, dtype=torch.int64, device=DEVICE)
+    counters = torch.full((bound + 1, 3), 7, dtype=torch.int32, device=DEVICE)
+    most_tiles = bound // fixed if fixed else bound - slots
+    leaders = torch.full((most_tiles + 1,), 7, dtype=torch.int32, device=DEVICE)
     launch(
         "schedule",
         (-(-bound // 8),),
-        {"queries": queries, "lens": keys, "begins": torch.zeros_like(keys), "items": items},
-        {"num_rows": len(rows), "num_items": bound, "slots": slots},
-        {"GROUP": group, "WINDOW": window, "BLOCK_M": 16, "MIN_KEYS": 16, "FIXED": fixed, "ROWS": 16, "BLOCK": 8},
-    )
+        {
+            "queries": queries, "lens": keys, "items": items, "origins": origins,
+            "begins": torch.tensor(begins, dtype=torch.int32, device=DEVICE) if shared else None,
+            "starts": torch.tensor(starts, device=DEVICE) if shared else None,
+            "counters": counters if slots else None,
+            "leaders": leaders if far == 3 else None,
+        },
+        {"num_rows": len(rows), "num_items": bound, "slots": slots, "width": far},
+        {"GROUP": group, "WINDOW": window, "BLOCK_M": 16, "MIN_KEYS": 16, "FIXED": fixed, "KV_HEADS": 3, "ROWS": 16,
+         "BLOCK": 8, "BLOCK_H": 4},
+    )  # fmt: skip
     *found, guard = items.tolist()
-    assert guard == [7] * 4
+    assert guard == [7] * 8
     real = [tuple(item) for item in found if item[0] >= 0]
     assert [item[0] for item in found] == [item[0] for item in real] + [-1] * (bound - len(real))
-    ways = {row: splits for row, _, _, splits in real}
+    ways = {row: splits for row, _, _, splits, *_ in real}
     expected = [
-        (row, tile, split, ways[row]) for row in ways for tile in range(tiles[row]) for split in range(ways[row])
-    ]
+        (row, tile, split, ways[row], firsts[row], counts[row], begins[row], lens[row])
+        for row in ways for tile in range(tiles[row]) for split in range(ways[row])
+    ]  # fmt: skip
     assert Counter(real) == Counter(expected)
     assert set(ways) == {row for row, count in enumerate(tiles) if count}
-    assert all(splits == 1 or splits * 16 <= lens[row] for row, splits in ways.items())
+    assert all(splits == 1 or splits * 16 <= lens[row] - begins[row] for row, splits in ways.items())
+    for item, nearer in pairwise(real):  # the splits of a tile follow each other
+        assert nearer[2] == 0 if item[2] == item[3] - 1 else nearer == (*item[:2], item[2] + 1, *item[3:])
+    assert origins.tolist() == [starts[row] for row, *_ in real] + [-(2**62)] * (bound - len(real)) + [7]
+    starting = [i for i, item in enumerate(real) if item[2] == 0]
+    told = starting + [-1] * (most_tiles - len(starting)) + [7]
+    assert leaders.tolist() == told if far == 3 else (leaders == 7).all()
+    assert counters.tolist() == [[0] * 3] * bound + [[7] * 3] if slots else (counters == 7).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -89,13 +115,43 @@ def test_every_float16_is_cached_as_torch_encodes_it(dtype):
 
 
 @pytest.mark.parametrize("features", [{}, {"window": 100}, {"query_mask": True}, {"batch_invariant": True}])
-@pytest.mark.parametrize(("new", "phase"), [(1, "decode"), (3, "decode"), (9, "extend")])
-def test_long_contexts_are_split_and_merged(new, phase, features):
+@pytest.mark.parametrize(
+    ("new", "phase", "joined"), [(1, "decode", 1024), (1, "decode", 0), (3, "decode", 1024), (9, "extend", 1024)]
+)
+def test_long_contexts_are_split_and_merged(new, phase, features, joined, monkeypatch):
+    monkeypatch.setattr("headstock_triton.plan.JOINED", joined)
     fields = {"num_heads": 4, "num_kv_heads": 1, "page_size": 16, "lse": True, "sinks": True}
     problem = make_problem([new] * 3, [new, 400, 77], device=DEVICE, phase=phase, **fields, **features)
     shape = Shape.of(problem.spec, 3, 3 * new, new, phase == "decode")
     assert shape.split or "batch_invariant" in features
+    assert shape.joined(problem.spec) == (shape.split and joined > 0 and new < 9)
     problem.check(TritonAttention)
+
+
+@pytest.mark.parametrize("features", [{}, {"window": 30}, {"query_mask": True}, {"causal": False}])
+def test_wide_tiles_mask_only_what_some_of_their_rows_do_not_see(features, monkeypatch):
+    wide = Config(64, block_n=16, stages=1, programs=1, keys=16)
+    monkeypatch.setattr("headstock_triton.plan.find", lambda *_, **__: wide)
+    problem = make_problem([40, 3], [90, 40], device=DEVICE, phase="extend", page_size=16, **features)
+    problem.check(TritonAttention)
+
+
+@pytest.mark.parametrize("joined", [1024, 0])
+def test_layers_that_share_a_plan_are_merged_alike(joined, monkeypatch):
+    """As a graph replays a step: the counters of one layer are those of the next, whatever the scratch holds."""
+    monkeypatch.setattr("headstock_triton.plan.JOINED", joined)
+    problem = make_problem([1] * 3, [1, 400, 77], device=DEVICE, phase="decode", num_heads=4, num_kv_heads=2)
+    rig, (batch, storage) = Rig(TritonAttention, problem.spec), problem.fresh()
+    rig.plan(batch)
+    outs = []
+    for poison in (0, 255, 1):
+        rig.scratch.fill_(poison)
+        outs.append(torch.full_like(problem.q, torch.nan))
+        rig.instance.forward(problem.q, problem.k, problem.v, problem.layer(storage), batch, out=outs[-1])
+        counters = batch.metadata.parts[-1].counters
+        assert counters is None if joined == 0 else not counters.any()
+    assert all(torch.equal(outs[0], out) for out in outs[1:])
+    problem.compare(rig.run(problem))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -165,7 +221,8 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_here(capability):
     script = Path(__file__).with_name("compiled.py")
     done = subprocess.run([sys.executable, script, str(capability)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert {line.split()[0] for line in done.stdout.splitlines()} == {"attend", "latent", "merge", "schedule", "write"}
+    kernels = {"attend", "latent", "merge", "schedule", "write"} | ({*FORMS} if capability == 90 else set())
+    assert {line.split()[0] for line in done.stdout.splitlines()} == kernels
 
 
 def test_the_manifest_needs_neither_torch_nor_the_compiler():

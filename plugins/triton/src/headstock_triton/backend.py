@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import cast
 
@@ -20,12 +19,11 @@ from headstock import (
     Workspace,
     WorkspaceBytes,
 )  # fmt: skip
-from headstock_triton import INTERPRETED, OFFER
+from headstock_triton import INTERPRETED, OFFER, hopper
 from headstock_triton.config import padded, power_of_two
+from headstock_triton.hopper import LOG2E, kernel_of
 from headstock_triton.launch import INTERPRETING, launch
-from headstock_triton.plan import Part, Plan, Shape, carried_rows, partial_rows
-
-LOG2E = math.log2(math.e)
+from headstock_triton.plan import Part, Plan, carried_rows, partial_rows
 
 
 class TritonAttention(AttentionBackend):
@@ -85,26 +83,30 @@ class TritonAttention(AttentionBackend):
                 "ragged attention has no cache to read from", given="k or v is None", works="both given"
             )
         parts: list[Part] = batch.metadata.parts
-        for number, part in enumerate(parts):
-            final = part is parts[-1]
-            into = (out, lse) if final else self._carry(out)
-            self._attend(part, q, k, v, layer, batch, *into, carry=number > 0, final=final)
+        for part in parts:
+            self._attend(part, q, k, v, layer, batch, *(self._carry(out) if part.shared else (out, lse)))
 
     def describe(self, batch: ForwardBatch) -> Mapping[str, str | int | bool]:
-        """The tile of the rows' own part, how many items its splits may add, and the shared levels read."""
+        """The kernel and tile of the rows' own part, how many items its splits may add, and the shared levels read."""
         *levels, own = batch.metadata.parts
-        config = own.shape.config
-        fp8: dict[str, str] = {"upcast": self.spec.dtype} if self.spec.kv_dtype.startswith("float8") else {}
-        return {
-            "kernel": f"{'latent' if self.spec.attention == 'mla' else 'attend'} {config.block_m}×{config.block_n}",
+        config, kernel = own.shape.config, kernel_of(self.spec, own, batch)
+        keys, warps, stages = hopper.FORMS.get(kernel, (config.block_n, config.warps, config.stages))
+        told: dict[str, str | int | bool] = {
+            "kernel": f"{kernel} {config.block_m}×{keys}",
             "head_dim": padded(self.spec),
             "tensor_cores": self.spec.device != "cpu",  # float32 too, as three products of TF32
-            **fp8,
-            "warps": config.warps,
-            "stages": config.stages,
+            "warps": warps,
+            "stages": stages,
             "splits": own.shape.items - own.shape.tiles,
             "levels": len(levels),
         }
+        if self.spec.kv_dtype.startswith("float8"):
+            told["upcast"] = self.spec.dtype
+        if config.kernel not in ("", kernel):
+            told["faster"] = config.kernel
+        if levels:
+            told["levels by"] = kernel_of(self.spec, levels[0], batch)
+        return told
 
     # ---- launches
 
@@ -143,12 +145,12 @@ class TritonAttention(AttentionBackend):
 
     def _attend(
         self, part: Part, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch,
-        out: Tensor, lse: Tensor | None, *, carry: bool, final: bool,
+        out: Tensor, lse: Tensor | None,
     ) -> None:  # fmt: skip
-        spec, shape = self.spec, part.shape
-        sinks = layer.sinks if final else None
+        spec, shape, carry = self.spec, part.shape, part.carried
+        sinks = None if part.shared else layer.sinks
         result: dict[str, Tensor | None] = {
-            "queries": part.queries, "items": part.items, "partial_out": self.partial_out,
+            "items": part.items, "partial_out": self.partial_out,
             "partial_lse": self.partial_lse, "sinks": sinks, "carried_out": self.carried_out if carry else None,
             "carried_lse": self.carried_lse if carry else None, "out": out, "lse": lse,
         }  # fmt: skip
@@ -160,7 +162,7 @@ class TritonAttention(AttentionBackend):
         }  # fmt: skip
         tree = batch.query_mask is not None and not part.shared
         tensors = result | {
-            "q": q, "pages": part.pages, "lens": part.lens, "begins": part.begins, "starts": part.starts,
+            "q": q, "pages": part.pages, "origins": part.origins,
             "mask": batch.query_mask.view(torch.uint8) if tree and batch.query_mask is not None else None,
             "mask_indptr": batch.mask_indptr if tree else None,
         }  # fmt: skip
@@ -172,16 +174,21 @@ class TritonAttention(AttentionBackend):
         }  # fmt: skip
         if shape.config.registers:
             compiled["maxnreg"] = shape.config.registers
-        if spec.attention == "mla":
-            self._latents(part, k, layer, tensors, numbers, compiled)
-        else:
-            self._keys(part, k, v, layer, batch, tensors, numbers, compiled)
-        if shape.split:
-            rows, splits = self._merging(shape)
+        match kernel_of(spec, part, batch, layer):
+            case "attend_hopper":
+                hopper.attend_hopper(spec, part, k, v, layer, tensors, numbers, compiled)
+            case "latent_hopper":
+                hopper.latent_hopper(spec, part, k, layer, tensors, numbers, compiled)
+            case "latent":
+                self._latents(part, k, layer, tensors, numbers, compiled)
+            case _:
+                self._keys(part, k, v, layer, batch, tensors, numbers, compiled)
+        if part.leaders is not None:
+            rows, splits = shape.merging(spec)
             launch(
                 "merge",
-                (spec.num_kv_heads, shape.items, -(-shape.rows // rows)),
-                result,
+                (spec.num_kv_heads, shape.tiles, -(-shape.rows // rows)),
+                result | {"leaders": part.leaders},
                 strides,
                 constants | {"BLOCK_R": rows, "BLOCK_S": splits},
             )
@@ -193,6 +200,8 @@ class TritonAttention(AttentionBackend):
         """Keys and values, paged or given."""
         spec, paged = self.spec, batch.page_table is not None
         window = 0 if part.shared else spec.window or 0
+        rows, splits = part.shape.merging(spec)
+        wide = part.shape.config.block_m >= 64
         scale = spec.scale * layer.k_scale
         launch(
             "attend",
@@ -200,7 +209,7 @@ class TritonAttention(AttentionBackend):
             tensors
             | {
                 "k": k, "v": v, "positions": batch.positions if compiled["TREE"] or part.shared else None,
-                "slopes": layer.alibi_slopes,
+                "slopes": layer.alibi_slopes, "counters": part.counters,
             },
             {
                 "scale": scale / spec.softcap if spec.softcap else scale * LOG2E,
@@ -215,7 +224,7 @@ class TritonAttention(AttentionBackend):
                 "HEAD_DIM": spec.head_dim, "BLOCK_D": power_of_two(spec.head_dim, 16), "WINDOW": window,
                 "SHARED": part.shared, "ORDERED": bool(compiled["ORDERED"]) or window > 0,
                 "CAP": spec.softcap is not None, "ALIBI": layer.alibi_slopes is not None,
-                "PEEL": part.shape.config.block_m >= 64,
+                "PEEL": wide, "AHEAD": paged and not wide, "BLOCK_R": rows, "BLOCK_S": splits,
             },
         )  # fmt: skip
 
@@ -239,19 +248,6 @@ class TritonAttention(AttentionBackend):
                 "WITHIN": spec.page_size % part.shape.config.block_n == 0,
             },
         )  # fmt: skip
-
-    def _merging(self, shape: Shape) -> tuple[int, int]:
-        """Rows and splits that a program merges at a time.
-
-        A decode tile has few rows and many splits, a large one many rows; outputs of latents are wide.
-        """
-        if INTERPRETING:
-            rows, splits = 16, 4
-        elif self.spec.attention == "mla":
-            rows, splits = shape.config.merged, 8
-        else:
-            rows, splits = (2, 8) if shape.rows > 16 else (1, 16)
-        return min(power_of_two(shape.rows), rows), splits
 
     # ---- memory
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
-from typing import Any
 
 from headstock import BackendSpec
+from headstock_triton.launch import KERNELS
+from headstock_triton.table import table
 
 SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB of shared memory that one program can have, by compute capability; the interpreter has no limit."""
@@ -20,7 +18,8 @@ class Config:
 
     `programs` per multiprocessor is what keys are split for, `keys` the fewest that a split is worth. Splits of latents
     are merged `merged` rows at a time. `registers` bounds those of a thread, so that two programs fit side by side and
-    one computes while the other takes exponents; 0 is no bound.
+    one computes while the other takes exponents; 0 is no bound. `kernel` names one that is for such tiles alone, faster
+    where it is `able`; the other numbers are those of the kernel that does the rest.
     """
 
     block_m: int
@@ -31,6 +30,7 @@ class Config:
     keys: int = 256
     merged: int = 2
     registers: int = 0
+    kernel: str = ""
 
 
 def power_of_two(n: int, least: int = 1) -> int:
@@ -59,7 +59,7 @@ def find(spec: BackendSpec, pairs: int, most: int = 128, filled: bool = True) ->
     width = max(padded(spec), power_of_two(spec.v_head_dim, 16))
     measured = [
         entry
-        for entry in _table()
+        for entry in table()["entries"]
         if (entry["head_dim"], entry["itemsize"], entry["block_m"]) == (width, itemsize, wanted)
         and entry["latent"] == latent
         and entry["compute_capability"] == spec.compute_capability
@@ -73,7 +73,24 @@ def find(spec: BackendSpec, pairs: int, most: int = 128, filled: bool = True) ->
         heavy = wanted * padded(spec) > 128 * 128
         keys = 64 if wanted == 32 else 32  # unless they outnumber rows, warps do the same products
         return _fit(Config(wanted, keys, 8 if heavy else 4, 5, 1 if heavy else 2, 128), spec)
-    return _fit(Config(wanted, warps=8 if wanted >= 128 else 4, stages=3 if wanted >= 64 else 5), spec)
+    return _fit(Config(wanted, warps=8 if wanted >= 128 else 4), spec)
+
+
+def able(spec: BackendSpec, config: Config) -> bool:
+    """Whether the kernel that a configuration names is here, and can serve some of an instance's batches.
+
+    These kernels have loads put keys where products read them: none is converted or padded on its way, and a page is a
+    part of a tile or whole tiles. They have no windows, caps and biases. Which of two kernels runs may depend on the
+    batch, so that an instance whose bits may not has neither.
+    """
+    size = (spec.head_dim, spec.v_head_dim)
+    if config.kernel not in KERNELS or spec.compute_capability != 90 or spec.batch_invariant:
+        return False
+    as_is = spec.kv_dtype == spec.dtype != "float32"
+    if config.kernel == "latent_hopper":
+        return as_is and size == (576, 512) and spec.page_size % 64 == 0
+    plain = spec.window is None and spec.softcap is None and not spec.alibi
+    return as_is and plain and size == (128, 128) and spec.page_size in (8, 16, 32, 64, 128, 256)
 
 
 def _fit(config: Config, spec: BackendSpec) -> Config:
@@ -97,8 +114,8 @@ def _fit(config: Config, spec: BackendSpec) -> Config:
 def shared_bytes(config: Config, spec: BackendSpec) -> int:
     """An upper bound on a program's shared memory: keys and values in flight, and the operands of products.
 
-    A load begins a stage after that of its page number, so one stage of them fewer is in flight. Products of float32
-    take each operand in two parts; of latents, where a tile of 16 rows was seen to take them in one.
+    One stage has none in flight, that of their page numbers or the one that is worked on. Products of float32 take each
+    operand in two parts; of latents, where a tile of 16 rows was seen to take them in one.
     """
     d, dv = padded(spec), 0 if spec.attention == "mla" else power_of_two(spec.v_head_dim, 16)
     itemsize, kv_itemsize = _itemsize(spec.dtype), _itemsize(spec.kv_dtype)
@@ -114,10 +131,3 @@ def shared_bytes(config: Config, spec: BackendSpec) -> int:
 
 def _itemsize(dtype: str) -> int:
     return {"float32": 4, "float16": 2, "bfloat16": 2}.get(dtype, 1)
-
-
-@cache
-def _table() -> list[dict[str, Any]]:
-    text = resources.files("headstock_triton").joinpath("configs.json").read_text(encoding="utf-8")
-    entries: list[dict[str, Any]] = json.loads(text)["entries"]
-    return entries

@@ -5,29 +5,43 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import triton  # type: ignore[import-untyped]
 from torch import Tensor
-from triton import JITFunction  # type: ignore[import-untyped]
 
 from headstock_triton.kernels.attend import attend
 from headstock_triton.kernels.latent import latent
 from headstock_triton.kernels.merge import merge
 from headstock_triton.kernels.schedule import schedule
 from headstock_triton.kernels.write import write
+from headstock_triton.table import compiles
 
-INTERPRETING = not isinstance(attend, JITFunction)
+INTERPRETING = not isinstance(attend, triton.JITFunction)
 """Whether Triton was told, before the kernels were imported, to interpret them (`TRITON_INTERPRET=1`)."""
 
-KERNELS: Mapping[str, Any] = MappingProxyType(
-    {"attend": attend, "latent": latent, "merge": merge, "schedule": schedule, "write": write}
-)
+
+def _kernels() -> Mapping[str, Any]:
+    """All kernels by name, those in Gluon only where this Triton was seen to compile them and has their words."""
+    kernels = {"attend": attend, "latent": latent, "merge": merge, "schedule": schedule, "write": write}
+    if not INTERPRETING and compiles(triton.__version__):
+        with suppress(ImportError, AttributeError, TypeError):
+            from headstock_triton.kernels.attend_hopper import attend_hopper
+            from headstock_triton.kernels.latent_hopper import latent_hopper
+
+            kernels |= {"attend_hopper": attend_hopper, "latent_hopper": latent_hopper}
+    return MappingProxyType(kernels)
+
+
+KERNELS = _kernels()
 
 Grid = tuple[int, ...]
-Tensors = Mapping[str, Tensor | None]
+Tensors = Mapping[str, Any]
+"""Tensors, None for those that are not there, and descriptors of tensors."""
 Numbers = Mapping[str, int | float]
 
 

@@ -8,11 +8,23 @@ import torch
 from torch import Tensor
 
 from headstock import BackendSpec, ForwardBatch
-from headstock_triton.config import Config, find, power_of_two
-from headstock_triton.launch import launch
+from headstock_triton.config import Config, able, find, power_of_two
+from headstock_triton.launch import INTERPRETING, launch
 
 INVARIANT_SPLITS = 8
 """Most splits of a tile where a row's length alone may decide."""
+JOINED = 1024
+"""Most rows of partial states that one program merges at the end of `attend`; more are left to `merge`.
+
+On an H200, 32/8 heads of 128, µs merged so and by a launch of `merge`: 1 × 1024 keys 7.4 and 8.5, 8 × 1024 14.5 and
+16.5, 1 × 4096 11.6 and 13.0, 8 × 4096 39.5 and 42.2, 1 × 32768 41.5 and 43.5, 64 × 1024 70.3 and 73.2, 64 × 4096 252.8
+and 256.1, 256 × 1024 256.0 and 263.3.
+"""
+NARROW_PROGRAMS = 3
+"""Programs with tiles of 16 that a multiprocessor holds with as many loads in flight as few tiles need.
+
+Tiles that may have fewer are `filled` from then on: with 256 of them, 32 × 1024 took 50.4 µs so, and else 37.5.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,30 @@ class Shape:
     def split(self) -> bool:
         return self.items > self.tiles
 
+    def merging(self, spec: BackendSpec) -> tuple[int, int]:
+        """Rows and splits that a program merges at a time.
+
+        One that joins a tile takes all rows, and so many splits as 64 registers of a thread hold. A program of `merge`
+        takes few rows, and of latents, which are wide, as many splits as a tile may have; there are enough of them.
+        """
+        rows, joined, width = power_of_two(self.rows), self.joined(spec), power_of_two(spec.v_head_dim, 16)
+        if INTERPRETING:
+            return rows if joined else min(rows, 16), 4
+        if joined:
+            return rows, max(2048 * self.config.warps // (rows * width), 1)
+        if spec.attention == "mla":
+            splits = self.fixed or self.slots // self.tiles + 1
+            return min(rows, self.config.merged), min(power_of_two(splits, 8), 32)
+        return (min(rows, 2), 8) if self.rows > 16 else (1, 16)
+
+    def joined(self, spec: BackendSpec) -> bool:
+        """Whether the last program of a tile merges its splits, instead of a launch of `merge` after `attend`.
+
+        Only narrow tiles: of a wide one, or of latents, that program would do alone what `merge` does with many.
+        """
+        narrow = self.config.block_m <= 16 and spec.attention != "mla"
+        return self.split and narrow and self.rows * (self.fixed or self.slots + 1) <= JOINED
+
     @classmethod
     def of(cls, spec: BackendSpec, rows: int, tokens: int, longest: int, uniform: bool, shared: bool = False) -> Shape:
         """For `tokens` tokens in `rows` rows, of `longest` each at most, or exactly where uniform.
@@ -46,8 +82,10 @@ class Shape:
         group = spec.num_heads // spec.num_kv_heads
         invariant = spec.batch_invariant
         pairs = longest * group if uniform or not invariant else 128
-        few = spec.attention == "mla" and rows * pairs <= spec.num_sms  # narrow tiles are more of them
-        config = find(spec, pairs, 16 if few else 128, filled=not shared and _filled(spec, rows, pairs))
+        filled = invariant or (not shared and _filled(spec, rows, pairs))
+        config = find(spec, pairs, filled=filled)
+        if spec.attention == "mla" and rows * pairs <= spec.num_sms and not invariant and not able(spec, config):
+            config = find(spec, pairs, 32, filled=filled)  # narrower tiles are more of them
         block = config.block_m
         tiles = rows * -(-longest * group // block) if uniform else tokens * group // block + rows
         most = min(block, longest * group)
@@ -67,7 +105,8 @@ def _filled(spec: BackendSpec, rows: int, pairs: int) -> bool:
     """Whether tiles alone, unsplit, occupy the multiprocessors; of latents, which take one whole, most of them."""
     if spec.attention == "mla":
         return 4 * rows * max(pairs // 64, 1) >= 3 * spec.num_sms
-    return rows * max(pairs // 128, 1) * spec.num_kv_heads >= spec.num_sms
+    programs = NARROW_PROGRAMS if pairs <= 16 else 1
+    return rows * max(pairs // 128, 1) * spec.num_kv_heads >= programs * spec.num_sms
 
 
 def carried_rows(spec: BackendSpec) -> int:
@@ -86,7 +125,8 @@ def partial_rows(spec: BackendSpec) -> int:
     """The most partial rows, (token, head) pairs of split tiles, that a batch within `spec` has."""
     bounds = [0]
     if "decode" in spec.phases:
-        shapes = [Shape.of(spec, spec.max_batch, spec.max_batch * n, n, True) for n in spec.query_lens]
+        batches = range(1, spec.max_batch + 1)  # fewer rows may have another configuration, with more splits
+        shapes = [Shape.of(spec, rows, rows * n, n, True) for rows in batches for n in spec.query_lens]
         bounds += [shape.items * shape.rows for shape in shapes if shape.split]
     if ("extend" in spec.phases or spec.max_levels) and not spec.batch_invariant:
         # tiles of any lengths are split while there are fewer of them than programs, into as many more
@@ -104,18 +144,25 @@ def partial_rows(spec: BackendSpec) -> int:
 class Part:
     """Rows of queries and the keys they see: the row's own, or a prefix that they share.
 
-    queries int32 [R+1] delimits each row's tokens; it sees keys begins … lens, int32 [R]. starts [R] is where key 0
-    of a row would be, in `pages` or among the keys given. Once scheduled, `items` has the work (see `schedule`).
+    queries int32 [R+1] delimits each row's tokens; it sees keys begins … lens, int32 [R], from 0 on without begins.
+    starts [R] is where key 0 of a row would be, in `pages` or among the keys given; without them it is row · width.
+    Once scheduled, `items` and `origins` have the work, and where tiles are split `counters` or `leaders` what it takes
+    to merge them (see `schedule`). `carried`: earlier parts leave their states to be merged with those of this one.
     """
 
     shape: Shape
     shared: bool = False
+    carried: bool = False
     queries: Tensor | None = None
     lens: Tensor | None = None
     begins: Tensor | None = None
     starts: Tensor | None = None
+    width: int = 0
     pages: Tensor | None = None
     items: Tensor | None = None
+    origins: Tensor | None = None
+    counters: Tensor | None = None
+    leaders: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -136,47 +183,60 @@ class Plan:
             segments = [len(level.row_indptr) - 1 for level in batch.shared_levels]
             shapes = [*[Shape.of(spec, count, tokens, tokens, False, shared=True) for count in segments], *shapes]
         shapes = [shape.within(partials, spec.num_kv_heads) for shape in shapes]
-        return cls([Part(shape, shared=shape is not shapes[-1]) for shape in shapes])
+        last = len(shapes) - 1
+        return cls([Part(shape, shared=i < last, carried=i > 0) for i, shape in enumerate(shapes)])
 
     def schedule(self, spec: BackendSpec, batch: ForwardBatch) -> None:
         """What the device decides, from lengths alone, so that it can be part of a graph."""
         *levels, own = self.parts
-        device, page = batch.seq_lens.device, batch.page_size
+        page = batch.page_size
         own.queries, own.lens, own.pages = batch.query_indptr, batch.seq_lens, batch.page_table
-        own.begins = torch.zeros_like(batch.seq_lens)
         if batch.page_table is not None:
-            own.starts = torch.arange(batch.num_reqs, device=device) * batch.page_table.stride(0)
+            own.width = batch.page_table.stride(0)
         else:
             own.starts = batch.kv_indptr
-        rows = torch.arange(batch.num_reqs, dtype=torch.int32, device=device)
-        for part, level in zip(levels, batch.shared_levels, strict=False):
-            widths = level.page_indptr.diff() * page
-            begins = own.begins[level.row_indptr[:-1].clamp(max=batch.num_reqs - 1)]
-            part.queries = batch.query_indptr[level.row_indptr]
-            part.begins, part.lens = begins, begins + widths
-            part.starts, part.pages = level.page_indptr[:-1] - begins // page, level.page_indices
-            own.begins = own.begins + widths[torch.searchsorted(level.row_indptr[1:], rows, right=True)]
+        if levels:
+            own.begins = torch.zeros_like(batch.seq_lens)
+            rows = torch.arange(batch.num_reqs, dtype=torch.int32, device=batch.seq_lens.device)
+            for part, level in zip(levels, batch.shared_levels, strict=True):
+                widths = level.page_indptr.diff() * page
+                begins = own.begins[level.row_indptr[:-1].clamp(max=batch.num_reqs - 1)]
+                part.queries = batch.query_indptr[level.row_indptr]
+                part.begins, part.lens = begins, begins + widths
+                part.starts, part.pages = level.page_indptr[:-1] - begins // page, level.page_indices
+                own.begins = own.begins + widths[torch.searchsorted(level.row_indptr[1:], rows, right=True)]
         for part in self.parts:
             _schedule(spec, part)
 
 
 def _schedule(spec: BackendSpec, part: Part) -> None:
     assert part.queries is not None, "the part has its rows"
-    shape, rows = part.shape, len(part.queries) - 1
-    part.items = torch.empty(shape.items, 4, dtype=torch.int32, device=part.queries.device)
+    shape, rows, device = part.shape, len(part.queries) - 1, part.queries.device
+    part.items = torch.empty(shape.items, 8, dtype=torch.int32, device=device)
+    part.origins = torch.empty(shape.items, dtype=torch.int64, device=device)
+    if shape.joined(spec):
+        part.counters = torch.empty(shape.items, spec.num_kv_heads, dtype=torch.int32, device=device)
+    elif shape.split:
+        part.leaders = torch.empty(shape.tiles, dtype=torch.int32, device=device)
     block = max(min(power_of_two(shape.items), 2048 // power_of_two(rows)), 1)
     launch(
         "schedule",
         (-(-shape.items // block),),
-        {"queries": part.queries, "lens": part.lens, "begins": part.begins, "items": part.items},
-        {"num_rows": rows, "num_items": shape.items, "slots": shape.slots},
+        {
+            "queries": part.queries, "lens": part.lens, "begins": part.begins, "starts": part.starts,
+            "items": part.items, "origins": part.origins, "counters": part.counters,
+            "leaders": part.leaders,
+        },
+        {"num_rows": rows, "num_items": shape.items, "slots": shape.slots, "width": part.width},
         {
             "GROUP": spec.num_heads // spec.num_kv_heads,
             "WINDOW": 0 if part.shared else spec.window or 0,
             "BLOCK_M": shape.config.block_m,
             "MIN_KEYS": shape.config.keys,
             "FIXED": shape.fixed or (0 if shape.slots else 1),
+            "KV_HEADS": spec.num_kv_heads,
             "ROWS": power_of_two(rows),
             "BLOCK": block,
+            "BLOCK_H": power_of_two(spec.num_kv_heads),
         },
-    )
+    )  # fmt: skip

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from headstock_triton.kernels.state import LOG2E, finish, finite, log2
+from headstock_triton.kernels.state import ABSENT, LOG2E, conclude, finite, log2, work
 
 
 @triton.jit
@@ -17,45 +17,39 @@ def tanh(x):
 
 @triton.jit
 def attend(
-    q, k, v, pages, queries, lens, begins, starts, items, positions, mask, mask_indptr, slopes, sinks,
-    out, lse, carried_out, carried_lse, partial_out, partial_lse,
+    q, k, v, pages, items, origins, positions, mask, mask_indptr, slopes, sinks,
+    out, lse, carried_out, carried_lse, partial_out, partial_lse, counters,
     scale, cap, v_scale,
     q_token, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, out_token, out_head, lse_token, lse_head,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
     ORDERED: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, SHARED: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, CARRY: tl.constexpr,
-    SPLIT: tl.constexpr, PEEL: tl.constexpr,
+    SPLIT: tl.constexpr, PEEL: tl.constexpr, AHEAD: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One program per key head and work item (see `schedule`).
 
-    Row b of a part has the tokens queries[b] … queries[b+1] and sees keys begins[b] … lens[b] at most; key j lies in
-    page pages[starts[b] + j // PAGE], or, where PAGE is 0, in row starts[b] + j of the keys given. A tile is BLOCK_M
+    An item's row has `count` tokens from `first` on, the last of its keys, and sees keys low … high at most; key j lies
+    in page pages[origin + j // PAGE], or, where PAGE is 0, in row origin + j of the keys given. A tile is BLOCK_M
     (token, head of the group) pairs, heads fastest, so that the heads that share a key head share its loads and fill
     the matrix units; a decode step has a few tokens, an extend step many, and nothing else is different.
 
     ORDERED: no query sees a later key. TREE: `mask` says who sees whom among new tokens, and distances are those of
     positions. SHARED: the part is a shared prefix, all of it seen by all. `scale` and `cap` are of base 2: the logit
-    is scale · qk, or cap · tanh(scale · qk) with CAP. A split tile leaves float32 partial_out [items, Hkv, ROWS, Dv]
-    and partial_lse [items, Hkv, ROWS] for `merge`, any other its result.
+    is scale · qk, or cap · tanh(scale · qk) with CAP. AHEAD: page numbers are loaded one block of keys ahead, so that a
+    load of keys waits for none. What becomes of a tile, split or not, `conclude` says.
     """
     head, item = tl.program_id(0), tl.program_id(1)
-    row = tl.load(items + item * 4)
-    if row < 0:
+    row, tile, split, splits, first, count, low, high = work(items, item)
+    origin = tl.load(origins + item)
+    if (row < 0) & (origin == ABSENT):  # either would do, but then the other's load would come after the branch
         return
-    tile, split, splits = tl.load(items + item * 4 + 1), tl.load(items + item * 4 + 2), tl.load(items + item * 4 + 3)
-    first = tl.load(queries + row)
-    count = tl.load(queries + row + 1) - first
-    start = tl.load(starts + row).to(tl.int64)
-    low, high = tl.load(begins + row), tl.load(lens + row)
 
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     i = m // GROUP
     real = i < count
     token, q_heads = first + i, head * GROUP + m % GROUP
     d, dv, offsets = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_N)
-    at = token.to(tl.int64)[:, None] * q_token + q_heads[:, None] * q_head + d[None, :]
-    queried = tl.load(q + at, mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
 
     # Where queries stand, in key indices; which keys the tile sees at all, [low, high), and which all of it sees.
     prefix = high - count
@@ -85,6 +79,10 @@ def attend(
             whole_high = tl.minimum(high, prefix + earliest + 1)
         whole_high = whole_low + tl.maximum(whole_high - whole_low, 0) // BLOCK_N * BLOCK_N
 
+    if AHEAD:  # before the queries, whose way into shared memory all that follows waits for
+        page = tl.load(pages + origin + (low + offsets) // PAGE, mask=low + offsets < high, other=0)
+    at = token.to(tl.int64)[:, None] * q_token + q_heads[:, None] * q_head + d[None, :]
+    queried = tl.load(q + at, mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     if ALIBI:
         slope = tl.load(slopes + q_heads, mask=real, other=0.0) * LOG2E
     k += head.to(tl.int64) * k_head
@@ -107,14 +105,17 @@ def attend(
             j = n + offsets
             inside = j < high
             if PAGE == 0:
-                at_k, at_v = (start + j) * k_slot, (start + j) * v_slot
+                at_k, at_v = (origin + j) * k_slot, (origin + j) * v_slot
             else:
-                if stretch != 1:
-                    page = tl.load(pages + start + j // PAGE, mask=inside, other=0).to(tl.int64)
+                if AHEAD:
+                    here = page.to(tl.int64)
+                    page = tl.load(pages + origin + (j + BLOCK_N) // PAGE, mask=j + BLOCK_N < high, other=0)
+                elif stretch != 1:
+                    here = tl.load(pages + origin + j // PAGE, mask=inside, other=0).to(tl.int64)
                 else:
-                    page = tl.load(pages + start + j // PAGE).to(tl.int64)
+                    here = tl.load(pages + origin + j // PAGE).to(tl.int64)
                 slot = j % PAGE
-                at_k, at_v = page * k_page + slot * k_slot, page * v_page + slot * v_slot
+                at_k, at_v = here * k_page + slot * k_slot, here * v_page + slot * v_slot
             if stretch != 1 or HEAD_DIM != BLOCK_D:
                 found = inside[:, None] & (d < HEAD_DIM)[None, :]
                 keys = tl.load(k + at_k[:, None] + d[None, :], mask=found, other=0.0)
@@ -159,19 +160,9 @@ def attend(
 
     acc = acc * (v_scale / tl.where(norm > 0, norm, 1.0))[:, None]
     total = finite(top) * factor + log2(norm)
-    if SPLIT:  # noqa: SIM102, not compiled where nothing is split
-        if splits > 1:
-            r = tl.arange(0, BLOCK_M)
-            place = (item.to(tl.int64) * KV_HEADS + head) * ROWS + r
-            kept = real & (r < ROWS)
-            tl.store(partial_lse + place, total, mask=kept)
-            tl.store(
-                partial_out + place[:, None] * V_HEAD_DIM + dv[None, :], acc,
-                mask=kept[:, None] & (dv < V_HEAD_DIM)[None, :],
-            )  # fmt: skip
-            return
-    finish(
-        acc, total, token, q_heads, real, sinks, carried_out, carried_lse, out, lse,
+    conclude(
+        acc, total, item, split, splits, tile, first, count, head, counters,
+        partial_out, partial_lse, sinks, carried_out, carried_lse, out, lse,
         out_token, out_head, lse_token, lse_head,
-        GROUP * KV_HEADS, V_HEAD_DIM, BLOCK_V, CARRY, SINKS, LSE,
+        GROUP, KV_HEADS, V_HEAD_DIM, BLOCK_M, ROWS, BLOCK_V, BLOCK_R, BLOCK_S, CARRY, SINKS, LSE, SPLIT,
     )  # fmt: skip

@@ -4,12 +4,12 @@
 import triton
 import triton.language as tl
 
-from headstock_triton.kernels.state import finish, finite, log2
+from headstock_triton.kernels.state import ABSENT, conclude, finite, log2, work
 
 
 @triton.jit
 def latent(
-    q, cache, pages, queries, lens, begins, starts, items, mask, mask_indptr, sinks,
+    q, cache, pages, items, origins, mask, mask_indptr, sinks,
     out, lse, carried_out, carried_lse, partial_out, partial_lse,
     scale, v_scale,
     q_token, q_head, page_stride, slot_stride, out_token, out_head, lse_token, lse_head,
@@ -22,18 +22,14 @@ def latent(
 
     A query and a key are V_HEAD_DIM elements of latent and ROPE_DIM of rope, which count for scores alone. All GROUP
     query heads share the one key, so that heads fill a tile even where there is one token. cache [pages, PAGE, …]
-    holds key j of row b in page pages[starts[b] + j // PAGE]; WITHIN: no tile of keys leaves its page. `scale` is of
+    holds key j of an item in page pages[origin + j // PAGE]; WITHIN: no tile of keys leaves its page. `scale` is of
     base 2.
     """
     item = tl.program_id(0)
-    row = tl.load(items + item * 4)
-    if row < 0:
+    row, tile, split, splits, first, count, low, high = work(items, item)
+    origin = tl.load(origins + item)
+    if (row < 0) & (origin == ABSENT):  # either would do, but then the other's load would come after the branch
         return
-    tile, split, splits = tl.load(items + item * 4 + 1), tl.load(items + item * 4 + 2), tl.load(items + item * 4 + 3)
-    first = tl.load(queries + row)
-    count = tl.load(queries + row + 1) - first
-    start = tl.load(starts + row).to(tl.int64)
-    low, high = tl.load(begins + row), tl.load(lens + row)
 
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     i, head = m // GROUP, m % GROUP
@@ -64,10 +60,10 @@ def latent(
         j = n + offsets
         inside = j < high
         if WITHIN:
-            page = tl.load(pages + start + n // PAGE).to(tl.int64)
+            page = tl.load(pages + origin + n // PAGE).to(tl.int64)
             slot = page * page_stride + (n % PAGE + offsets) * slot_stride
         else:
-            page = tl.load(pages + start + j // PAGE, mask=inside, other=0).to(tl.int64)
+            page = tl.load(pages + origin + j // PAGE, mask=inside, other=0).to(tl.int64)
             slot = page * page_stride + j % PAGE * slot_stride
         key = tl.load(cache + slot[:, None] + r[None, :], mask=inside[:, None] & (r < V_HEAD_DIM)[None, :], other=0.0)
         slot += V_HEAD_DIM
@@ -95,19 +91,9 @@ def latent(
 
     acc = acc * (v_scale / tl.where(norm > 0, norm, 1.0))[:, None]
     total = finite(top) + log2(norm)
-    if SPLIT:  # noqa: SIM102, not compiled where nothing is split
-        if splits > 1:
-            rows = tl.arange(0, BLOCK_M)
-            place = item.to(tl.int64) * ROWS + rows
-            kept = real & (rows < ROWS)
-            tl.store(partial_lse + place, total, mask=kept)
-            tl.store(
-                partial_out + place[:, None] * V_HEAD_DIM + r[None, :], acc,
-                mask=kept[:, None] & (r < V_HEAD_DIM)[None, :],
-            )  # fmt: skip
-            return
-    finish(
-        acc, total, token, head, real, sinks, carried_out, carried_lse, out, lse,
+    conclude(
+        acc, total, item, split, splits, tile, first, count, 0, None,
+        partial_out, partial_lse, sinks, carried_out, carried_lse, out, lse,
         out_token, out_head, lse_token, lse_head,
-        GROUP * KV_HEADS, V_HEAD_DIM, BLOCK_V, CARRY, SINKS, LSE,
+        GROUP, KV_HEADS, V_HEAD_DIM, BLOCK_M, ROWS, BLOCK_V, 1, 1, CARRY, SINKS, LSE, SPLIT,
     )  # fmt: skip
