@@ -19,7 +19,7 @@ from headstock.device import Device, DeviceGraph, GraphPool
 from headstock.errors import HeadstockError
 from headstock.kv.mirror import Mirror
 from headstock.models.config import ModelConfig
-from headstock.plugins import Observers
+from headstock.plugins import Observers, describe_fault
 from headstock.runner.levels import Shared
 from headstock.runner.refresh import GroupPages
 from headstock.runner.sampler import Sampled, greedy
@@ -30,10 +30,11 @@ Run = Callable[[Tensor, Tensor, Mapping[str, ForwardBatch], Tensor | None], Tens
 """What is captured: (token ids [T], positions [T], each group's planned batch, rows [R] or None) to logits [R, vocab].
 `rows` picks, in the order of the caller, what goes through the head; None is all of it as it runs."""
 
-LAYER_BYTES, LIBRARY_BYTES = 1 << 16, 112 << 20
-"""What the driver keeps for the kernels of a layer in a graph, and libraries for the stream that captures. On an H200
-graphs of up to 128 rows, four sizes with a level and without, took 192 MiB with Llama-3-8B, 103 of them the libraries',
-and 232 with DeepSeek-V2-Lite, 100 of them theirs."""
+LAYER_BYTES, LIBRARY_BYTES = 1 << 16, 192 << 20
+"""What the driver keeps for the kernels of a layer in a graph, and libraries for the streams that capture and refresh.
+On an H200 graphs of up to 128 rows, four sizes with a level and without, took 192 MiB with Llama-3-8B, 103 of them the
+libraries', and 232 with DeepSeek-V2-Lite, 100 of them theirs; and 172, nearly all theirs, with a model of three layers
+that was the first to use its stream."""
 PAGE_BYTES = 64
 """For each page of the longest row, times rows: its number in two tables, in levels, and in what is worked out of them.
 At page size 16 and 32768 tokens the buffers take 14, and where torch's operations refresh them their results 44."""
@@ -153,13 +154,13 @@ class GraphRunner:
 
     def capture(self, report: Callable[[CaptureReport], None] = lambda report: None) -> list[CaptureReport]:
         """Captures every size; one that fails is reported, and its batches run eagerly from then on."""
-        broken: dict[GraphBucket, Exception] = {}
+        broken: dict[GraphBucket, BaseException] = {}
         for each in self.backends:
             own = {bucket: batches[each.key] for bucket, batches in self.static.batches.items() if each.key in batches}
             try:
                 if own:
                     each.backend.init_cuda_graph_state(list(own.values()))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 broken |= dict.fromkeys(own, error)
         pool = self.device.graph_pool()
         with torch.inference_mode(), _quiet_gc():
@@ -236,16 +237,17 @@ class GraphRunner:
         count, (sampled, failed) = len(tokens), captured.sampled
         return Done(captured.logits[:count], Sampled(sampled[:count], failed[:count]))
 
-    def _capture(self, bucket: GraphBucket, pool: GraphPool, broken: Exception | None) -> CaptureReport:
+    def _capture(self, bucket: GraphBucket, pool: GraphPool, broken: BaseException | None) -> CaptureReport:
         started, before = time.perf_counter(), self.device.free_memory()
         try:
             if broken is not None:
                 raise broken
             self._captured[bucket] = self._record(bucket, pool)
             self._verify(bucket)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._captured.pop(bucket, None)
-            self._failures[bucket] = f"capture of {_described(bucket)} failed: {error}".splitlines()[0]
+            failure = f"capture of {_described(bucket)} failed: {describe_fault(error).what}"
+            self._failures[bucket] = failure.splitlines()[0]
         used = self._taken(before)
         return CaptureReport(bucket, time.perf_counter() - started, used, self._failures.get(bucket, ""))
 

@@ -104,8 +104,6 @@ class TritonAttention(AttentionBackend):
             told["upcast"] = self.spec.dtype
         if config.kernel not in ("", kernel):
             told["faster"] = config.kernel
-        if levels:
-            told["levels by"] = kernel_of(self.spec, levels[0], batch)
         return told
 
     # ---- launches

@@ -23,14 +23,16 @@ def kernel_of(spec: BackendSpec, part: Part, batch: ForwardBatch, layer: Attenti
     """The kernel that attends to a part: the one its configuration names where that can, else the one that can all.
 
     Neither of those reads trees of new tokens. `attend_hopper` starts from nothing and ends with what it found: it
-    merges no states of earlier parts and no sinks. Where a layer lies in memory decides too, if one is given.
+    merges no states of earlier parts and no sinks. It could read shared prefixes, but `attend` is as fast there: 61 µs
+    against 66 of a layer with 8192 shared tokens, 111 against 109 with 4096 (H200). Where a layer lies in memory
+    decides too, if one is given.
     """
     config = part.shape.config
     plain = "latent" if spec.attention == "mla" else "attend"
     tree = batch.query_mask is not None and not part.shared
     if tree or batch.page_table is None or not able(spec, config):
         return plain
-    if config.kernel == "attend_hopper" and (part.carried or (spec.sinks and not part.shared)):
+    if config.kernel == "attend_hopper" and (part.shared or part.carried or spec.sinks):
         return plain
     return config.kernel if layer is None or _aligned(layer) else plain
 

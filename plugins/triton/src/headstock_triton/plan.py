@@ -63,7 +63,7 @@ class Shape:
         if spec.attention == "mla":
             splits = self.fixed or self.slots // self.tiles + 1
             return min(rows, self.config.merged), min(power_of_two(splits, 8), 32)
-        return (min(rows, 2), 8) if self.rows > 16 else (1, 16)
+        return (min(rows, 4), 8) if self.rows > 16 else (1, 16)
 
     def joined(self, spec: BackendSpec) -> bool:
         """Whether the last program of a tile merges its splits, instead of a launch of `merge` after `attend`.
