@@ -16,6 +16,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from planner import Allocator, Shape, plan_cuda_cores, plan_fa2, plan_fa3
 from torch import Tensor
 
@@ -25,7 +26,9 @@ from headstock_flashinfer.accessor import Library
 from headstock_flashinfer.backend import FlashInferAttention
 
 NOTHING = -50000.0
-"""FlashInfer's log-sum-exp of a row that sees no key."""
+"""FlashInfer's log-sum-exp of a row that sees no key, and its score of a key that is not to be seen, before scaling."""
+TILE = 128
+"""Keys that a kernel takes at a time, at most; what is past the last one is not to be seen."""
 NONSENSE = 7.0
 HEAD_DIMS = {(64, 64), (128, 128), (256, 256), (192, 128)}
 FLOATS = (torch.float16, torch.bfloat16)
@@ -380,18 +383,18 @@ def attend(
             sees &= position <= length - new + queried
         if window >= 0:
             sees &= position + window >= length - new + queried
-        keys, values = (x.float().repeat_interleave(group, 1) for x in (keys, values))
+        blind, rest = ~sees.any(1), -length % TILE
+        keys, values = (F.pad(x.float().repeat_interleave(group, 1), (0, 0, 0, 0, 0, rest)) for x in (keys, values))
         logits = torch.einsum("qhd,khd->hqk", q[first:stop].float(), keys) * scale
         if cap:
             logits = cap * torch.tanh(logits / cap)
-        logits = logits.masked_fill(~sees, -math.inf)
-        most = logits.amax(-1, keepdim=True).clamp(min=-1e30) if length else logits.new_zeros(*logits.shape[:2], 1)
+        logits = logits.masked_fill(~F.pad(sees, (0, rest)), NOTHING if cap else NOTHING * scale)
+        most = logits.amax(-1, keepdim=True) if length else logits.new_zeros(*logits.shape[:2], 1)
         weights = torch.exp(logits - most)
         weights = weights.to(q.dtype).float() if rounds else weights
         total = weights.sum(-1)
         result = torch.einsum("hqk,khd->qhd", weights / total[..., None], values)
         total = torch.log(total) + most[..., 0]
-        blind = ~sees.any(1)
         out[first:stop] = result.masked_fill(blind[:, None, None], NONSENSE).to(out.dtype)
         if lse is not None:
             lse[first:stop] = (total.T / math.log(2)).masked_fill(blind[:, None], NOTHING)

@@ -39,6 +39,13 @@ def test_a_batch_is_planned_once_for_all_layers(told):
     assert told[0][1]["lens"] == [9, 5]
 
 
+@pytest.mark.parametrize("phase", ["decode", "extend"])
+@pytest.mark.parametrize("k_scale", [2.0**-12, 0.001, 0.01])
+def test_no_scale_of_keys_is_so_small_that_hidden_keys_weigh_something(phase, k_scale):
+    new = [1] * 6 if phase == "decode" else [3, 1, 4, 1, 1, 2]
+    run(make_problem(new, [3, 1, 40, 2, 1, 5], **SMALL | {"dtype": "float16"}, phase=phase, k_scale=k_scale))
+
+
 @pytest.mark.parametrize(
     ("new", "lens", "fields", "expected"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast
 from weakref import ref
@@ -20,6 +21,9 @@ W = TypeVar("W", bound="Wrapper")
 Counts = NDArray[np.int32]
 LAYOUT = "NHD"
 """The order of a view's dimensions, which is logical: where the bytes lie is told by strides."""
+MASKED, HIDDEN = 5e4, 128.0
+"""FlashInfer puts −MASKED in the place of scores that are not to be seen, before it scales them: with a small scale of
+keys they would weigh something. The scale goes to the queries instead where less than HIDDEN would be left of it."""
 
 
 class Staging:
@@ -86,7 +90,11 @@ class Wrapper:
         self, q: Tensor, keys: tuple[Tensor, Tensor], layer: AttentionLayer, out: Tensor, lse: Tensor | None
     ) -> None:
         """Attends as planned to the keys and values of pages; `out` and `lse` are contiguous, and lse in base 2."""
-        self.inner.run(q, keys, k_scale=layer.k_scale, out=out, lse=lse, return_lse=lse is not None)
+        k_scale = layer.k_scale
+        if MASKED * self.maker.spec.scale * k_scale < HIDDEN:
+            shrink = 2.0 ** math.floor(math.log2(k_scale))  # which rounds nothing that counts
+            q, k_scale = q * shrink, k_scale / shrink
+        self.inner.run(q, keys, k_scale=k_scale, out=out, lse=lse, return_lse=lse is not None)
         if layer.v_scale != 1.0:
             out.mul_(layer.v_scale)
 
