@@ -235,8 +235,8 @@ def test_the_kernels_of_a_decision_are_told():
     field = [offered("good"), offered("breaks", Breaks)]
     needs = requirements(one, device="cpu", dtype="float32")
     lines = list(kernels(negotiate(needs, field[:1]), one, field, CPU))
-    assert lines[0] == "extend, extend:1x512: good: products, keys 512"
-    assert lines[-1] == "decode, decode:32x1024: good: products, keys 1024"
+    assert lines[0] == "extend, extend:1x256: good: products, keys 256", "no more than the model's context"
+    assert lines[-1] == "decode, decode:32x256: good: products, keys 256"
     broken = kernels(negotiate(needs, field[1:]), one, field, CPU)
     assert all("breaks: OSError: libkernel.so" in line for line in broken)
 

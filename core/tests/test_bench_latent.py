@@ -119,8 +119,8 @@ def test_explain_tells_the_kernel_of_every_role(clock):
     taking = forms(clock, 0.0, 0.0)
     field = [offered("latent", CACHED, taking), offered("plain", RAGGED, taking)]
     lines = list(kernels(negotiate(NEEDS, field), CONFIG, field, CPU))
-    assert "extend, extend:1x512: latent: mla-True-512" in lines
-    assert "expand, extend:1x512: plain: ragged-True-512" in lines
+    assert "extend, extend:1x128: latent: mla-True-128" in lines
+    assert "expand, extend:1x128: plain: ragged-True-128" in lines
     assert sum(line.startswith("decode, ") for line in lines) == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -276,13 +277,45 @@ def test_a_corrupt_file_is_named_and_ignored(file, content, said):
 
 
 @pytest.mark.parametrize(
-    "change", [{"seconds": -1.0}, {"seconds": "NaN"}, {"page_size": 0}, {"batch": "many"}, {"x": 1}]
+    "change",
+    [
+        {"seconds": -1.0},
+        {"seconds": "NaN"},
+        {"seconds": 1e300},
+        {"plan": 1e300},
+        {"page_size": 0},
+        {"batch": "many"},
+        {"x": 1},
+    ],
 )
 def test_a_figure_that_cannot_be_is_a_corrupt_file(file, change):
     content = json.loads(profile().model_dump_json())
     content["points"][0] |= change
     file.write_text(json.dumps(content), encoding="utf-8")
     assert not judge(file, HERE, VERSIONS, needs_of()).measurements
+
+
+def test_a_profile_of_other_options_is_named_and_ignored(file):
+    save(profile(options={"few": {"splits": "8"}}), file)
+    for other in ({}, {"few": {"splits": 4}}, {"few": {"splits": 8, "more": 1}}):
+        judged = judge(file, HERE, VERSIONS, needs_of(), other)
+        assert judged.measurements == ()
+        assert "it was measured with other options of few" in judged.notice
+    assert judge(file, HERE, VERSIONS, needs_of(), {"few": {"splits": 8}, "unmeasured": {"x": 1}}).measurements
+    save(profile(), file)
+    assert not judge(file, HERE, VERSIONS, needs_of(), {"few": {"splits": 8}}).measurements
+
+
+def test_a_pipe_in_a_profiles_place_stays_and_so_does_a_link(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(HeadstockError, match=r"cannot write .*pipe: it is a device or a pipe"):
+        save(profile(), tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "profile.json")
+    (tmp_path / "far").mkdir()
+    save(profile(), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert read(tmp_path / "far" / "profile.json") == profile()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):

@@ -49,6 +49,7 @@ def test_what_is_written_is_what_is_read(rows, new, cached):
         ("cascade:1x2+0", "out of range"),
         ("decode:0x2", "out of range"),
         ("decode:1x99999999999", "out of range"),
+        (f"decode:{'9' * 5000}x1", "cannot be read"),
         ("decode:{1,8x4", "braces do not match"),
         ("decode:1}x4", "braces do not match"),
         ("decode:{1,}x4", "cannot be read"),

@@ -87,6 +87,35 @@ def test_bench_is_a_table_for_people_and_a_document_for_programs(headstock):
     assert document["model"] == "config.json: 2 layers, 4/2 heads × 8"
 
 
+OPTIONS = """
+import pydantic
+
+class Options(pydantic.BaseModel):
+    splits: int = 1
+
+class Told(Quick):
+    def describe(self, batch):
+        return {"splits": self.spec.options.splits}
+
+@hookimpl
+def attention_backends():
+    return [Offer(name="told", backend=Told, capabilities=CAPABILITIES, options=Options)]
+"""
+
+
+def test_options_of_the_configuration_file_reach_what_is_measured(headstock, tmp_path):
+    [module] = (tmp_path / "site").glob("*.py")
+    module.write_text(PLUGIN + OPTIONS, encoding="utf-8")
+    (tmp_path / "headstock.toml").write_text("[backend-option.told]\nsplits = 5\n", encoding="utf-8")
+    assert "told: splits 5;" in headstock("bench", "decode:1x8", "--rounds", 1)[1]
+    assert "told: splits 7;" in headstock("bench", "decode:1x8", "--rounds", 1, "--backend-option", "told.splits=7")[1]
+    assert "told: splits 5" in headstock("explain", "--verbose")[1]
+    assert headstock("tune", *GRID, "--profile-file", "p")[0] == 0
+    assert "Notices" not in headstock("explain", "--profile-file", "p")[1]
+    other = headstock("explain", "--profile-file", "p", "--backend-option", "told.splits=7")[1]
+    assert "it was measured with other options of told" in other
+
+
 def test_bench_draws(headstock, tmp_path):
     code, _, err = headstock("bench", "decode:{1,2}x{8,16}", "--rounds", 1, "--plots", "drawn")
     assert code == 0
@@ -113,6 +142,18 @@ def test_plots_without_matplotlib_are_refused_before_anything_is_measured(headst
         (("bench", "decode:1x8", "--shape", ""), "--shape contradicts --model"),
         (("bench", "decode:1x8", "--from-trace", "t"), "brings its own workloads"),
         (("bench", "--from-trace", "missing"), "cannot read missing"),
+        (("bench", "decode:1x8", "--attention-backend", "quik"), "names none of the backends to time; given: quik"),
+        (
+            ("bench", "decode:1x8", "--backend", "quick", "--attention-backend", "ample"),
+            "ample; would work: quick",
+        ),
+        (("bench", "decode:1x8", "--backend-option", "quik.a=1"), "given: quik; would work: quick, perhaps"),
+        (("tune", "--backend-option", "quik.a=1"), "given: quik; would work: quick, perhaps"),
+        (("diagnose", "decode:1x8", "--backend-option", "quik.a=1"), "given: quik; would work: quick, perhaps"),
+        (("explain", "--backend-option", "quik.a=1"), "given: quik; would work: quick, perhaps"),
+        (("bench", "decode:1x8", "--backend-option", "quick.a=1"), "the backend quick has no options"),
+        (("tune", "--backend-option", "quick.a=1"), "the backend quick has no options"),
+        (("diagnose", "decode:1x8", "--backend-option", "quick.a=1"), "the backend quick has no options"),
         (("diagnose",), "needs a workload or a trace"),
         (("diagnose", "decode:1x8", "--from-trace", "t"), "needs a workload or a trace"),
         (("tune", "--budget", "soon"), "--budget cannot be read"),
@@ -182,6 +223,18 @@ def test_tune_keeps_a_profile_and_explain_shows_its_figures(headstock, tmp_path)
     assert without == before
 
 
+def test_an_interrupted_tune_leaves_the_profile_as_it_was_and_says_so(headstock, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    (tmp_path / "p").write_text("before", encoding="utf-8")
+    monkeypatch.setattr("headstock.bench.tune.by_turns", interrupted)
+    code, out, err = headstock("tune", *GRID, "--profile-file", "p")
+    assert (code, out) == (130, "")
+    assert err.startswith("interrupted: no profile was written")
+    assert (tmp_path / "p").read_text(encoding="utf-8") == "before"
+
+
 def test_explain_shows_who_serves_which_batch_sizes_where_the_profile_tells_them_apart(headstock, tmp_path):
     headstock("tune", *GRID, "--profile-file", "mine.json")
     profile = json.loads((tmp_path / "mine.json").read_text(encoding="utf-8"))
@@ -201,9 +254,9 @@ def test_explain_shows_who_serves_which_batch_sizes_where_the_profile_tells_them
     _, out, _ = headstock("explain", "--profile-file", "mine.json", "--verbose")
     kernels = [line.split()[:3] for line in out.splitlines() if line.startswith("  decode, decode:")]
     assert kernels == [
-        ["decode,", "decode:1x1024:", "quick:"],
-        ["decode,", "decode:32x1024:", "ample:"],
-        ["decode,", "decode:2x1024:", "ample:"],
+        ["decode,", "decode:1x128:", "quick:"],
+        ["decode,", "decode:2x128:", "ample:"],
+        ["decode,", "decode:32x128:", "ample:"],
     ]
 
 
@@ -294,5 +347,5 @@ def test_doctor_names_the_profile_of_the_configuration_and_what_is_wrong_with_it
 
 def test_explain_verbose_tells_kernels(headstock):
     _, out, _ = headstock("explain", "--verbose")
-    assert "decode, decode:1x1024: ample: products, keys 1024" in out
+    assert "decode, decode:1x128: ample: products, keys 128" in out
     assert "Kernels" not in headstock("explain")[1]

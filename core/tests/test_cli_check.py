@@ -131,6 +131,13 @@ def test_a_message_of_any_characters_is_told_and_so_is_the_line_that_raised(plug
     assert len(case["message"]) < 5000
 
 
+def test_a_report_that_cannot_be_written_is_no_reason_to_say_nothing_of_the_cases(plugin):
+    done = plugin("pass", "--case", "decode-paged-matches-1-of-1", "--report", "/dev/full")
+    assert done.returncode == 2
+    assert "1 passed" in done.stdout
+    assert "headstock: cannot write /dev/full: No space left on device" in done.stderr
+
+
 def test_an_option_that_the_backend_does_not_have_is_refused(plugin):
     done = plugin("pass", "--option", "block_size=7")
     assert done.returncode == 2

@@ -181,12 +181,25 @@ class Unready(Specimen):
         raise MemoryError("no room for 3 sizes")
 
 
+class Leaving(Specimen):
+    """A backend whose library ends the process where it is captured."""
+
+    def init_forward_metadata_capture_cuda_graph(self, batch) -> None:
+        raise SystemExit(3)
+
+
+def test_a_backend_that_would_end_the_process_in_a_capture_runs_eagerly():
+    machine = Machine(Leaving)
+    assert ["failed: SystemExit: 3" in report.failure for report in machine.graphs.capture()] == [True] * 3
+    assert machine.graphs.step([0], [3], [1]) is None
+
+
 def test_a_backend_that_cannot_get_ready_for_captures_runs_eagerly():
     machine = Machine(Unready)
     assert ["no room for 3 sizes" in report.failure for report in machine.graphs.capture()] == [True] * 3
     assert machine.graphs.step([0], [3], [1]) is None
     [fallback] = machine.graphs.fallbacks
-    assert fallback == Fallback("capture", "capture of 1 rows of 1 token failed: no room for 3 sizes")
+    assert fallback == Fallback("capture", "capture of 1 rows of 1 token failed: MemoryError: no room for 3 sizes")
 
 
 def test_few_rows_of_many_tokens_may_be_more_logits_than_many_rows():

@@ -305,6 +305,8 @@ def test_what_keeps_kernels_from_being_fused_is_told(monkeypatch):
     assert runner(graph="off").notices == ["no C compiler"]
 
 
-def test_sizes_are_checked():
+@pytest.mark.parametrize("graph", ["on", "off"])
+@pytest.mark.parametrize("sizes", [(0,), (True,), (2.0,), "2", 4, None], ids=repr)
+def test_sizes_are_checked(sizes, graph):
     with pytest.raises(HeadstockError, match="captured batch sizes are 1 or more"):
-        runner(graph_sizes=(0,))
+        runner(graph=graph, graph_sizes=sizes)

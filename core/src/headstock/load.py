@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import pydantic
 
 from headstock.backend import AttentionBackend
 from headstock.errors import PluginError
-from headstock.offer import Candidate, Offer, describe_validation_error
+from headstock.offer import Candidate, Offer, describe_validation_error, own_names
 from headstock.plugins import describe_fault, stdout_to_stderr
 
 if TYPE_CHECKING:
@@ -84,6 +84,17 @@ def load_options(offer: Offer, given: Mapping[str, Any]) -> Any:
         return model.model_validate(dict(given))
     except pydantic.ValidationError as error:
         raise PluginError(f"options of {offer.name}: {describe_validation_error(error)}") from None
+
+
+def own_options(
+    given: Mapping[str, Mapping[str, Any]], candidates: Sequence[Candidate]
+) -> dict[str, Mapping[str, Any]]:
+    """Options by the names of their backends; refused is what no backend is called, has or accepts."""
+    own = own_names(given, candidates)
+    for each in candidates:
+        if each.offer is not None and each.name in own:
+            load_options(each.offer, own[each.name])
+    return own
 
 
 def resolve(target: Any, what: str) -> Any:

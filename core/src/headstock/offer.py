@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -160,3 +161,19 @@ class Candidate(BaseModel):
     def failed(self, fault: Fault) -> Candidate:
         """The same candidate with a fault found later, so that negotiating again passes it by."""
         return self.model_copy(update={"fault": fault})
+
+
+def own_names(
+    options: Mapping[str, Mapping[str, Any]], candidates: Sequence[Candidate]
+) -> dict[str, Mapping[str, Any]]:
+    """Options by the names that their backends have themselves; those for a backend unheard of are refused."""
+    own = {}
+    for name, values in options.items():
+        found = next((each.name for each in candidates if each.answers_to(name)), None)
+        if found is None:
+            names = [each.name for each in candidates]
+            near = [f"{each}, perhaps" for each in get_close_matches(name, names, 1)]
+            works = ", ".join(near or names) or "nothing: no backend is installed"
+            raise HeadstockError("there are options for a backend that nobody offers", given=name, works=works)
+        own[found] = values
+    return own

@@ -33,6 +33,8 @@ def flag(scope: str) -> str:
 
 
 Rows = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+"""A duration that can have been measured: of 30 years at most."""
 Schedule = tuple[tuple[Rows | None, str], ...]
 """Backends by batch size: each serves at most so many rows and more than the one before it; None, and last, any."""
 
@@ -54,7 +56,7 @@ class Measurement(NamedTuple):
     backend: str
     page_size: PageSize | None
     kv_layout: str | None
-    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    seconds: Seconds
     max_batch: Rows | None = None
     tokens: Annotated[int, Field(ge=1)] = 1
 

@@ -13,6 +13,7 @@ from headstock.bench.stand import Contestant, Described, Scenes, Stand
 from headstock.bench.timing import Limits, Times, by_turns, on_host
 from headstock.bench.workload import Work, Workload
 from headstock.device import Device, torch_dtype
+from headstock.errors import HeadstockError
 from headstock.models.config import LayerShape, ModelConfig
 from headstock.negotiate import negotiate
 from headstock.offer import Candidate
@@ -110,7 +111,10 @@ class Comparison:
         self.rounds, self.cold_bytes = rounds, cold_bytes
 
     def run(self, workloads: Sequence[Workload], report: Report = lambda what, done, total: None) -> list[Measured]:
-        """Every workload × layer group × backend."""
+        """Every workload × layer group × backend; HeadstockError where the policy names none of these backends."""
+        for need in self.needs:
+            if any(load.phase == need.phase for load in workloads):
+                self._check_chosen(need)
         found: list[Measured] = []
         groups = [(name, self.config.layers[layers[0]]) for name, layers in layer_groups(self.config).items()]
         total = len(workloads) * len(groups)
@@ -161,6 +165,12 @@ class Comparison:
             reason = refused and (refused.fault or refused.closest)
             failure, source = str(reason or "refused"), candidate.source
             yield Measured(load, group, candidate.name, source, work, expanded=cached is not None, failure=failure)
+
+    def _check_chosen(self, need: Requirement) -> None:
+        chosen = self.policy.chosen(need)
+        if chosen is not None and not any(each.answers_to(chosen[1]) for each in self.candidates):
+            what = f"{self.policy.origin(chosen[0])} names none of the backends to time"
+            raise HeadstockError(what, given=chosen[1], works=", ".join(each.name for each in self.candidates))
 
     def _need(self, load: Workload, group: str) -> Requirement:
         """The role of a group that runs a workload over its cache."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -23,7 +24,7 @@ from headstock.errors import HeadstockError
 from headstock.files import read_text
 from headstock.models.cache import default_cache_dir
 from headstock.offer import describe_validation_error
-from headstock.policy import Crossover, Measurement, PageSize
+from headstock.policy import Crossover, Measurement, PageSize, Seconds
 from headstock.requirement import Requirement
 
 AGAIN = "headstock tune"
@@ -33,6 +34,8 @@ NO_SHAPE = ("page_size", "kv_layout", "wishes", "max_context", "cascade", "graph
 Count = Annotated[int, Field(ge=1)]
 Shape = tuple[dict[str, Any], ...]
 Key = tuple[str, str, str, PageSize | None, str | None]
+Options = Mapping[str, Mapping[str, Any]]
+NONE: Options = MappingProxyType({})
 
 
 class _Record(BaseModel):
@@ -55,19 +58,23 @@ class Point(_Record):
     batch: Count
     tokens: Count
     context: Count
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    plan: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    seconds: Annotated[Seconds, Field(gt=0)]
+    plan: Seconds = 0.0
     spread: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 class Profile(_Record):
-    """Points of one device, with the driver, the package versions and the shape that they are of."""
+    """Points of one device, with the driver, the package versions and the shape that they are of.
+
+    `options` are those that backends were measured with, as text, by backend; one without any has no entry.
+    """
 
     version: Literal[1] = 1
     device: str
     driver: str
     packages: Mapping[str, str]
     shape: Shape
+    options: Mapping[str, Mapping[str, str]] = Field(default_factory=dict)
     points: tuple[Point, ...]
 
     def measurements(self) -> tuple[Measurement, ...]:
@@ -161,12 +168,15 @@ def check_writable(file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if file.exists() and not file.is_file():
+            raise OSError(errno.EINVAL, "it is a device or a pipe, which a file would replace")
         tempfile.TemporaryFile(dir=file.parent).close()
 
 
 def save(profile: Profile, file: Path) -> None:
     """Writes a profile whole or not at all; HeadstockError where the file cannot be written."""
     check_writable(file)
+    file = file.resolve()  # what a link points to is replaced, not the link
     with _refusing(file), tempfile.TemporaryDirectory(prefix=file.name, dir=file.parent) as folder:
         part = Path(folder, file.name)
         part.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -192,11 +202,18 @@ def read(file: Path) -> Profile:
         raise HeadstockError(f"{file} is no profile: {reason}", works=works, type=AGAIN) from None
 
 
-def judge(file: Path, machine: Machine, packages: Mapping[str, str], needs: Sequence[Requirement]) -> Judged:
+def as_text(options: Options) -> dict[str, dict[str, str]]:
+    """Options by backend as a profile keeps them, whether a flag or a file gave them."""
+    return {name: {key: str(value) for key, value in own.items()} for name, own in options.items() if own}
+
+
+def judge(
+    file: Path, machine: Machine, packages: Mapping[str, str], needs: Sequence[Requirement], options: Options = NONE
+) -> Judged:
     """What the profile in `file` tells about a model on this machine, if it is of both.
 
-    It is ignored, by name and with the reason, where it cannot be read, is of another device, shape or package version;
-    another driver is only warned of.
+    It is ignored, by name and with the reason, where it cannot be read, is of another device, shape or package version,
+    or of other `options` of a backend; another driver is only warned of.
     """
     try:
         profile = read(file)
@@ -209,6 +226,9 @@ def judge(file: Path, machine: Machine, packages: Mapping[str, str], needs: Sequ
         reasons.append("it is of a model of another shape")
     if moved := changed(profile.packages, packages):
         reasons.append(f"packages have changed since: {', '.join(moved)}")
+    now = as_text(options)
+    if other := sorted({p.backend for p in profile.points if profile.options.get(p.backend) != now.get(p.backend)}):
+        reasons.append(f"it was measured with other options of {', '.join(other)}")
     if reasons:
         return Judged(notice=f"the profile {file} is ignored: {'; '.join(reasons)}; type: {AGAIN}")
     if not profile.points:

@@ -13,7 +13,7 @@ import torch
 
 from headstock.bench.compare import Options, Report, checked, per_layer
 from headstock.bench.machine import Machine, packages
-from headstock.bench.profile import Point, Profile, shape_of
+from headstock.bench.profile import Point, Profile, as_text, shape_of
 from headstock.bench.scene import TooLarge
 from headstock.bench.stand import Contestant, Scenes, Stand
 from headstock.bench.timing import by_turns, on_host
@@ -119,6 +119,7 @@ class Tuner:
             driver=machine.driver,
             packages=packages(each for each in self.candidates if each.name in measured),
             shape=shape_of(self.needs),
+            options={name: own for name, own in as_text(self.options).items() if name in measured},
             points=tuple(tuned.points),
         )
 

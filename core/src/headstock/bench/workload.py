@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -61,10 +62,10 @@ class Workload:
         """What one layer of a role has to do at least, whatever the kernel: see `Work`."""
         window = need.sliding_window or MOST
         pairs = keys = 0
-        for new, length in zip(self.query_lens, self.seq_lens, strict=True):
+        for (new, length), rows in Counter(zip(self.query_lens, self.seq_lens, strict=True)).items():
             full = max(0, min(new, length - window + 1))  # queries that see a whole window
-            pairs += full * window + _pairs(new - full, length - full)
-            keys += min(length, window + new - 1)
+            pairs += rows * (full * window + _pairs(new - full, length - full))
+            keys += rows * min(length, window + new - 1)
         if not need.sliding_window:
             keys -= self.shared * (self.rows - 1)
         dims = need.head_dim + need.v_head_dim
@@ -102,7 +103,7 @@ def parse_one(item: str) -> Workload:
     kind, colon, lengths = item.partition(":")
     if not colon or kind not in FORMS:
         raise HeadstockError("no such workload", given=item, works=", ".join(FORMS.values()))
-    match = re.fullmatch(r"(\d+)x(\d+)(?:\+(\d+))?", lengths, re.ASCII)
+    match = re.fullmatch(r"(\d{1,99})x(\d{1,99})(?:\+(\d{1,99}))?", lengths, re.ASCII)
     if match is None or (match[3] is not None) < (kind == "cascade") or (kind == "decode" and match[3]):
         raise HeadstockError(f"{item}: cannot be read", works=f"{FORMS[kind]}, or sets such as {{1,8}} for a number")
     rows, first, second = int(match[1]), int(match[2]), int(match[3] or 0)

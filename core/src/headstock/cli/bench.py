@@ -15,7 +15,7 @@ from headstock.bench.recorded import read_trace, representatives
 from headstock.bench.shapes import preset
 from headstock.bench.workload import Workload, parse
 from headstock.cli.hardware import Hardware
-from headstock.cli.options import JSON, Choices, takes
+from headstock.cli.options import JSON, BackendOptions, Choices, takes
 from headstock.cli.question import machine_of, model_config, question
 from headstock.cli.settings import Settings
 from headstock.cli.tables import document, measuring, note, paragraphs, progress, table
@@ -43,7 +43,7 @@ UNUSED = {"expand_from": "bench measures both forms of latent attention", "profi
 """Choices that decide nothing here, and why."""
 
 
-@takes(Choices)
+@takes(Choices, BackendOptions)
 def bench(
     settings: Settings,
     workloads: Workloads = None,
@@ -82,9 +82,11 @@ def bench(
     from headstock.bench.report import COLUMNS, as_dict, failures, kernels, ordered, row, summary
     from headstock.bench.timing import measure_limits
     from headstock.device import Device
+    from headstock.load import own_options
 
-    device = Device.open(settings.choices.device)
-    comparison = Comparison(config, needs, candidates, policy, device, graph=False if eager else None, rounds=rounds)
+    device, options = Device.open(settings.choices.device), own_options(settings.limits.backend_option, discover())
+    graph = False if eager else None
+    comparison = Comparison(config, needs, candidates, policy, device, options=options, graph=graph, rounds=rounds)
     with progress(not json and sys.stderr.isatty()) as report:
         measured = comparison.run(loads, measuring(report))
     limits = measure_limits(device, needs[0].dtype)

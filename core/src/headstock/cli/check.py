@@ -77,12 +77,16 @@ def check(
     }
     suite = Suite(name, **options)
     outcomes = _run(name, options, suite, exitfirst, timeout, jobs)
-    if report is not None:
-        report.write_text(as_html(suite, outcomes), encoding="utf-8")
     if json:
         document(**as_dict(suite, outcomes))
     else:
         _show(suite, outcomes)
+    if report is not None:
+        try:
+            report.write_text(as_html(suite, outcomes), encoding="utf-8")
+        except OSError as error:
+            what = f"cannot write {report}: {error.strerror}"
+            raise HeadstockError(what, works="--report with another file") from None
     if not all(outcome.good for outcome in outcomes):
         raise typer.Exit(1)
 

@@ -45,10 +45,12 @@ def diagnose(settings: Settings, workloads: Workloads = None, from_trace: Record
 
     from headstock.bench.diagnose import Diagnosis
     from headstock.device import Device
+    from headstock.load import own_options
 
     config = model_config(settings.choices.model or embedded_model())
     device = Device.open(settings.choices.device)
-    diagnosis = Diagnosis(config, decision, candidates, device, options=settings.limits.backend_option)
+    options = own_options(settings.limits.backend_option, candidates)
+    diagnosis = Diagnosis(config, decision, candidates, device, options=options)
     with progress(not json and sys.stderr.isatty()) as report:
         tell = measuring(report)
         found = diagnosis.of_trace(forwards, tell) if forwards else diagnosis.of_workloads(loads, tell)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headstock.cli.options import AssumeGPU, Choices, takes
+from headstock.cli.options import AssumeGPU, BackendOptions, Choices, takes
 from headstock.cli.question import asked_hardware, model_config, question
 from headstock.cli.settings import Settings
 from headstock.cli.tables import paragraphs
@@ -28,7 +28,7 @@ Verbose = Annotated[
 ]
 
 
-@takes(Choices)
+@takes(Choices, BackendOptions)
 def explain(
     settings: Settings, assume_gpu: AssumeGPU = None, all: All = False, verbose: Verbose = False, json: AsJSON = False
 ) -> None:
@@ -58,6 +58,8 @@ def explain(
 def _kernels(settings: Settings, decision: Decision, candidates: Sequence[Candidate]) -> Iterator[str]:
     from headstock.bench.kernels import kernels
     from headstock.device import Device
+    from headstock.load import own_options
 
+    options = own_options(settings.limits.backend_option, candidates)
     config = model_config(settings.choices.model or embedded_model())
-    return kernels(decision, config, candidates, Device.open(settings.choices.device))
+    return kernels(decision, config, candidates, Device.open(settings.choices.device), options)

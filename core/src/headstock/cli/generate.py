@@ -5,9 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +24,6 @@ from headstock.cli.tables import note, progress
 from headstock.engine.sampling import SamplingParams
 from headstock.errors import HeadstockError, PluginError
 from headstock.negotiate import negotiate
-from headstock.offer import Candidate
 from headstock.plugins import describe_fault, installed
 from headstock.render import raise_unsolved
 
@@ -143,7 +141,6 @@ def _load(
     decision = negotiate(needs, candidates, policy)
     if not decision.solved:
         raise_unsolved(decision)
-    _check_options(limits.backend_option, candidates)
 
     from headstock.engine.tokenizer import Tokenizer
     from headstock.models.folder import model_folder
@@ -170,16 +167,6 @@ def _load(
             progress=report,
         )
     return runner, tokenizer, ids
-
-
-def _check_options(given: Iterable[str], candidates: Sequence[Candidate]) -> None:
-    """Refuses settings of a backend that nobody offers."""
-    for name in given:
-        if not any(candidate.answers_to(name) for candidate in candidates):
-            names = [candidate.name for candidate in candidates]
-            near = get_close_matches(name, names, 1)
-            works = f"{near[0]}, perhaps" if near else ", ".join(names)
-            raise HeadstockError("--backend-option names an unknown backend", given=name, works=works)
 
 
 def _run(

@@ -66,7 +66,15 @@ class Choices(Options):
         )
 
 
-class Limits(Options):
+class BackendOptions(Options):
+    """The settings of single backends."""
+
+    backend_option: Mapping[Name, Mapping[str, Any]] = Field(
+        default_factory=dict, description="a backend's own setting, as NAME.KEY=VALUE"
+    )
+
+
+class Limits(BackendOptions):
     """What bounds a run, and the settings of single backends."""
 
     max_batch: Count = Field(32, description="requests that run at once")
@@ -76,9 +84,6 @@ class Limits(Options):
     )
     graph_sizes: Annotated[tuple[Count, ...], Field(strict=False)] = Field(
         GRAPH_SIZES, description="rows of the decode steps to capture, up to --max-batch, which always is"
-    )
-    backend_option: Mapping[Name, Mapping[str, Any]] = Field(
-        default_factory=dict, description="a backend's own setting, as NAME.KEY=VALUE"
     )
 
 

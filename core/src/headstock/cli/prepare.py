@@ -15,6 +15,7 @@ from headstock.cli.summary import tell_notices
 from headstock.cli.tables import Report, note, progress
 from headstock.models.embedded import embedded_model
 from headstock.negotiate import negotiate
+from headstock.offer import own_names
 from headstock.plugins import discover
 from headstock.render import raise_unsolved
 
@@ -40,7 +41,6 @@ def prepare(settings: Settings, assume_gpu: AssumeGPU = None) -> None:
 
     from headstock.runner.limits import Limits as RunLimits
     from headstock.runner.preparation import Preparation
-    from headstock.runner.selection import own_names
 
     limits, rows = settings.limits, settings.limits.max_batch
     started, shown = time.perf_counter(), sys.stderr.isatty()

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from headstock.bench.machine import Machine, packages
-from headstock.bench.profile import default_file, judge
+from headstock.bench.profile import Options, default_file, judge
 from headstock.cli.hardware import Hardware, parse_device
 from headstock.cli.options import flag_name
 from headstock.cli.settings import Settings
@@ -19,7 +19,7 @@ from headstock.models.embedded import embedded_model
 from headstock.models.folder import is_gguf
 from headstock.models.gguf_header import GGUFHeader
 from headstock.models.record import read_json
-from headstock.offer import describe_validation_error
+from headstock.offer import describe_validation_error, own_names
 from headstock.plugins import discover
 from headstock.policy import Policy
 from headstock.requirement import Requirement
@@ -69,7 +69,8 @@ def question(
         graph=choices.graph,
         cascade=choices.cascade,
     )
-    policy = profiled(choices.policy(settings.origins), settings, hardware, needs)
+    own = own_names(settings.limits.backend_option, discover())
+    policy = profiled(choices.policy(settings.origins), settings, hardware, needs, own)
     if choices.decision is None:
         return needs, policy
     pinned = read_decision(choices.decision)
@@ -77,8 +78,10 @@ def question(
     return needs, pinned.pin(policy, discover())
 
 
-def profiled(policy: Policy, settings: Settings, hardware: Hardware, needs: list[Requirement]) -> Policy:
-    """`policy` with what was measured on this machine for this model, if it was, and what to know of it.
+def profiled(
+    policy: Policy, settings: Settings, hardware: Hardware, needs: list[Requirement], options: Options
+) -> Policy:
+    """`policy` with what was measured on this machine for this model and `options`, if it was, and what to know of it.
 
     What was measured by batch size may then be served by batch size.
     """
@@ -92,7 +95,7 @@ def profiled(policy: Policy, settings: Settings, hardware: Hardware, needs: list
         file = default_file(machine, needs)
         if not file.exists():
             return policy
-    judged = judge(file, machine, packages(discover()), needs)
+    judged = judge(file, machine, packages(discover()), needs, options)
     notices = (judged.notice,) if judged.notice else ()
     profile = {"profile": judged.measurements, "crossovers": judged.crossovers, "profile_file": str(file)}
     return policy.model_copy(update={**profile, "by_batch": True, "notices": notices})

@@ -61,17 +61,21 @@ def tune(settings: Settings, budget: Budget = "60s", grid: Grid = None, json: JS
 
     from headstock.bench.profile import check_writable, save
     from headstock.device import Device
+    from headstock.load import own_options
 
     machine, candidates = machine_of(hardware, choices.device), discover()
+    options = own_options(settings.limits.backend_option, candidates)
     if not (decision := negotiate(needs, candidates, policy)).solved:
         raise_unsolved(decision)
     file = choices.profile_file or default_file(machine, needs)
     check_writable(file)
-    tuner = Tuner(
-        config, needs, candidates, policy, Device.open(choices.device), options=settings.limits.backend_option
-    )
-    with progress(not json and sys.stderr.isatty()) as report:
-        tuned = tuner.run(loads, seconds, measuring(report))
+    tuner = Tuner(config, needs, candidates, policy, Device.open(choices.device), options=options)
+    try:
+        with progress(not json and sys.stderr.isatty()) as report:
+            tuned = tuner.run(loads, seconds, measuring(report))
+    except KeyboardInterrupt:
+        note("interrupted: no profile was written; a smaller --budget ends sooner and keeps what was measured")
+        raise
     profile = tuner.profile(tuned, machine)
     save(profile, file)
     measured = {"profile": profile.measurements(), "crossovers": profile.crossovers(), "by_batch": True}

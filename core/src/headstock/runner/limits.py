@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from headstock.device import Device
@@ -27,18 +27,19 @@ class Limits(NamedTuple):
         cls, policy: Policy, device: Device, max_batch: int, max_tokens: int, mixed: str, graph_sizes: Sequence[int]
     ) -> Limits:
         """The limits of a run under a policy; decode steps are captured on a CPU only where it insists."""
+        sizes = bucket_sizes(max_batch, graph_sizes)
         captures = policy.graph == "on" or (policy.graph == "auto" and device.torch.type != "cpu")
         return cls(
             max_batch,
             max_tokens,
             max_plans=1 if mixed == "extend" else 2,
             max_levels=0 if policy.cascade == "off" else MAX_LEVELS,
-            graph_sizes=bucket_sizes(max_batch, graph_sizes) if captures else (),
+            graph_sizes=sizes if captures else (),
         )
 
 
 def bucket_sizes(max_batch: int, sizes: Sequence[int] = GRAPH_SIZES) -> tuple[int, ...]:
     """The batch sizes to capture: `sizes` up to `max_batch`, and `max_batch` itself, always."""
-    if any(size < 1 for size in sizes):
-        raise HeadstockError("captured batch sizes are 1 or more", given=list(sizes))
+    if not isinstance(sizes, Iterable) or any(type(size) is not int or size < 1 for size in sizes):
+        raise HeadstockError("captured batch sizes are 1 or more", given=repr(sizes)[:80], works="(1, 2, 4)")
     return tuple(sorted({size for size in sizes if size < max_batch} | {max_batch}))

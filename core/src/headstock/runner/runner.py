@@ -23,7 +23,7 @@ from headstock.models.config import ModelConfig
 from headstock.models.decoder import Progress
 from headstock.models.registry import model_class
 from headstock.models.weights import WeightSource
-from headstock.offer import Candidate, Offer
+from headstock.offer import Candidate, Offer, own_names
 from headstock.plugins import Observers, Plugin, installed
 from headstock.policy import GRAPH_SIZES, Policy
 from headstock.runner.arguments import check_sizes, check_types, put_forward
@@ -32,7 +32,7 @@ from headstock.runner.instances import Instance
 from headstock.runner.levels import Levels
 from headstock.runner.limits import Limits
 from headstock.runner.requirements import layer_groups, requirements
-from headstock.runner.selection import Selection, own_names
+from headstock.runner.selection import Selection
 from headstock.runner.step import Mixed, Steps
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from headstock.backend import Report
 from headstock.decision import Decision
 from headstock.device import Device, torch_dtype
-from headstock.errors import HeadstockError, MemoryPlanError, PluginError
+from headstock.errors import MemoryPlanError, PluginError
 from headstock.kv.window import WindowPages
 from headstock.models.config import ModelConfig
 from headstock.models.shapes import weight_bytes
@@ -197,17 +197,3 @@ class Selection:
 def _expanded_numbers(config: ModelConfig) -> int:
     """The keys and values of a token in all layers that cache a latent vector in their place."""
     return sum(shape.num_heads * (shape.head_dim + shape.v_head_dim) for shape in config.layers if shape.latent)
-
-
-def own_names(
-    options: Mapping[str, Mapping[str, Any]], candidates: Sequence[Candidate]
-) -> dict[str, Mapping[str, Any]]:
-    """Options by the names that their backends have themselves; those for a backend unheard of are refused."""
-    own = {}
-    for name, values in options.items():
-        found = next((each.name for each in candidates if each.answers_to(name)), None)
-        if found is None:
-            works = ", ".join(each.name for each in candidates) or "nothing: no backend is installed"
-            raise HeadstockError("there are options for a backend that nobody offers", given=name, works=works)
-        own[found] = values
-    return own
