@@ -39,6 +39,8 @@ bench: .venv/develops ## measure on this machine; figures go to benchmarks/resul
 	$(BIN)/python benchmarks/tuned.py --json benchmarks/results/tuned_cpu.json
 	$(BIN)/python benchmarks/engine_cpu.py --json benchmarks/results/engine_cpu.json --plot benchmarks/results/engine_cpu.svg
 
+HOST_ON_GPU := $(addprefix core/tests/test_,graph_runner.py runner_graphs.py static_batch.py static_levels.py sampler.py fused.py fused_step.py moe_fused.py)
+
 # A machine with a GPU often has torch, triton and pytest and no network: the sources run as they stand, beside whatever
 # wheels (pydantic, pluggy, …) lie in .whl, brought from elsewhere: pip download --only-binary=:all: -d .whl pydantic …
 build/site: $(wildcard .whl/*.whl)
@@ -46,14 +48,20 @@ build/site: $(wildcard .whl/*.whl)
 	touch $@
 
 gpu-test: $(if $(wildcard .whl/*.whl),build/site) ## the conformance suite in full, and the host, on this machine's GPU; kernels compile for some 20 minutes
-	PYTHONPATH=$(SOURCES):build/site $(PYTHON) -m pytest -p headstock.pytest_plugin --conformance=full plugins tests/test_gpu.py tests/test_mla_gpu.py tests/test_flashinfer_text.py core/tests/test_graph_runner.py core/tests/test_runner_graphs.py core/tests/test_fused.py
+	PYTHONPATH=$(SOURCES):build/site $(PYTHON) -m pytest -p headstock.pytest_plugin --conformance=full plugins tests/test_gpu.py tests/test_mla_gpu.py tests/test_flashinfer_text.py $(HOST_ON_GPU)
+
+# Sources have no entry points: their modules are named.
+FLASHINFER = $(shell PYTHONPATH=build/site $(PYTHON) -c "from importlib.util import find_spec; print('flashinfer' * bool(find_spec('flashinfer')))")
+FIELD = $(addprefix --plugin headstock_,triton torch_native $(FLASHINFER))
+MEASURE = PYTHONPATH=$(SOURCES):build/site $(PYTHON) benchmarks/
 
 gpu-bench: $(if $(wildcard .whl/*.whl),build/site) ## measure on this machine's GPU; figures go to benchmarks/results
-	PYTHONPATH=$(SOURCES):build/site $(PYTHON) benchmarks/triton_attention.py --json benchmarks/results/triton_gpu.json
-	PYTHONPATH=$(SOURCES):build/site $(PYTHON) benchmarks/mla_attention.py --json benchmarks/results/mla_gpu.json
-	PYTHONPATH=$(SOURCES):build/site $(PYTHON) benchmarks/mla_model.py --plugin headstock_triton --plugin headstock_torch_native --json benchmarks/results/mla_model_gpu.json
-	if PYTHONPATH=build/site $(PYTHON) -c "import sys; from importlib.util import find_spec; sys.exit(not find_spec('flashinfer'))"; then \
-	  PYTHONPATH=$(SOURCES):build/site $(PYTHON) benchmarks/flashinfer_attention.py --json benchmarks/results/flashinfer_gpu.json; fi
+	$(MEASURE)triton_attention.py --json benchmarks/results/triton_gpu.json
+	$(MEASURE)mla_attention.py --json benchmarks/results/mla_gpu.json
+	$(MEASURE)mla_model.py $(FIELD)$(FLASHINFER:%=_mla) --json benchmarks/results/mla_model_gpu.json
+	$(MEASURE)backends_gpu.py $(FIELD) --json benchmarks/results/backends_gpu.json
+	$(MEASURE)tuned.py --device cuda $(FIELD) --json benchmarks/results/tuned_gpu.json
+	$(if $(FLASHINFER),$(MEASURE)flashinfer_attention.py --json benchmarks/results/flashinfer_gpu.json)
 
 clean: ## remove what the other targets made
 	rm -rf .venv dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache

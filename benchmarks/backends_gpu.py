@@ -1,6 +1,6 @@
 """A model of Llama-3.1-8B's shape with random weights on one GPU: a decode step by backend, batch size and context.
 
-    python benchmarks/backends_gpu.py [--backend NAME …] [--batch N …] [--context N …] [--json FILE]
+    python benchmarks/backends_gpu.py [--backend NAME …] [--plugin MODULE …] [--batch N …] [--context N …] [--json FILE]
 
 Every installed backend that serves the model is measured in a process of its own, as the host runs it: `ModelRunner`
 with device graphs where the backend can be captured. A step is the median over steps issued one after another; its
@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import environment
+from report import environment, field
 
-from headstock import ModelRunner, discover, negotiate
+from headstock import ModelRunner, negotiate
 from headstock.device import Device
 from headstock.models.config import ModelConfig
+from headstock.offer import Candidate
 from headstock.policy import Policy
 from headstock.runner.requirements import requirements
 
@@ -39,13 +40,13 @@ SHAPE: dict[str, Any] = {
 STEPS, WARM_UP = 30, 4
 
 
-def backends(config: ModelConfig, device: Device) -> list[str]:
+def backends(config: ModelConfig, device: Device, candidates: list[Candidate]) -> list[str]:
     """The installed backends that serve both phases of the model here."""
     needs = requirements(
         config, device=device.torch.type, compute_capability=device.compute_capability, dtype="bfloat16"
     )
-    names = [candidate.name for candidate in discover()]
-    return [name for name in names if negotiate(needs, discover(), Policy(backends={"all": name})).solved]
+    asked = {each.name: Policy(backends={"all": each.name}) for each in candidates}
+    return [name for name, policy in asked.items() if negotiate(needs, candidates, policy).solved]
 
 
 def read_rate(device: Device) -> float:
@@ -133,7 +134,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     runner = ModelRunner(
         config, device="cuda", dtype="bfloat16", max_batch=rows, max_context=context + spare,
         kv_tokens=rows * (context + spare + 16), graph_sizes=batches,
-        policy=Policy(backends={"all": options.child}, cascade="off"),
+        policy=Policy(backends={"all": options.child}, cascade="off"), offers=field(options.plugin),
     )  # fmt: skip
     figures: dict[str, Any] = {
         "start_seconds": time.perf_counter() - started,
@@ -193,6 +194,7 @@ def in_a_process(name: str, context: int, options: argparse.Namespace) -> dict[s
         file = Path(folder, "figures.json")
         batch = [str(each) for each in options.batch]
         given = ["--batch", *batch, "--context", str(context), "--layers", str(options.layers)]
+        given += [word for module in options.plugin or () for word in ("--plugin", module)]
         subprocess.run([sys.executable, __file__, *given, "--child", name, "--json", str(file)], check=True)
         figures: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return figures
@@ -201,6 +203,7 @@ def in_a_process(name: str, context: int, options: argparse.Namespace) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", action="append", help="by default all that serve the model")
+    parser.add_argument("--plugin", action="append", help="a module to take backends from, in place of all")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--layers", type=int, default=32)
@@ -210,15 +213,15 @@ def main() -> None:
     if options.child:
         options.json.write_text(json.dumps(measure(options)), encoding="utf-8")
         return
-    names = options.backend or backends(ModelConfig.from_hf(SHAPE), Device.open("cuda"))
+    names = options.backend or backends(ModelConfig.from_hf(SHAPE), Device.open("cuda"), field(options.plugin))
     document: dict[str, Any] = {"environment": environment(), "model": SHAPE, "backends": {}}
     for name in names:
         for context in options.context:
             figures = in_a_process(name, context, options)
             document["backends"].setdefault(name, {})[str(context)] = figures
             summarise(name, context, figures)
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            if options.json:  # after each, so that a run that is cut keeps what it has
+                options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

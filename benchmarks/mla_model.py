@@ -24,15 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from report import environment
+from report import environment, field
 from torch import Tensor
 
-from headstock import ModelRunner, Offer, discover, negotiate
+from headstock import ModelRunner, negotiate
 from headstock.device import Device, torch_dtype
 from headstock.errors import HeadstockError
 from headstock.models.config import ModelConfig
@@ -58,21 +57,14 @@ WARM_UP, STEPS, ROUNDS = 4, 32, 3
 EXTENDS, FAR = (16, 32, 64, 128, 192, 256, 512, 1024), 16
 
 
-def offers(options: argparse.Namespace) -> list[Offer | Candidate]:
-    """The installed backends, or those of the modules named: sources that are not installed have no entry points."""
-    if not options.plugin:
-        return [*discover()]
-    return [offer for module in options.plugin for offer in import_module(module).attention_backends()]
-
-
-def backends(config: ModelConfig, device: Device, dtype: str, field: list[Offer | Candidate]) -> list[str]:
+def backends(config: ModelConfig, device: Device, dtype: str, candidates: list[Candidate]) -> list[str]:
     """The backends that can decode the model here."""
     found = []
     needs = requirements(
         config, device=device.torch.type, compute_capability=device.compute_capability, dtype=dtype, max_context=4096
     )
-    for each in field:
-        decision = negotiate(needs, field, Policy(backends={"decode": each.name}))
+    for each in candidates:
+        decision = negotiate(needs, candidates, Policy(backends={"decode": each.name}))
         found += [each.name] if decision.solved else []
     return sorted(found)
 
@@ -85,7 +77,7 @@ def policy(config: ModelConfig, device: Device, options: argparse.Namespace) -> 
     for scopes in (("all",), ("decode",)):
         for page_size in (options.page_size, None):
             asked = Policy(backends=dict.fromkeys(scopes, options.child), page_size=page_size)
-            if negotiate(needs, offers(options), asked).solved:
+            if negotiate(needs, field(options.plugin), asked).solved:
                 return asked
     raise HeadstockError("this backend cannot decode the model", given=options.child)
 
@@ -200,7 +192,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     chosen = policy(config, device, options)
     started = time.perf_counter()
     runner = ModelRunner(
-        config, device=options.device, dtype=options.dtype, policy=chosen, offers=offers(options), max_batch=rows,
+        config, device=options.device, dtype=options.dtype, policy=chosen, offers=field(options.plugin), max_batch=rows,
         max_tokens=max(8192, rows), max_context=longest, graph_sizes=options.batch,
         kv_tokens=max(rows * (options.context + tokens + 64), longest + 64),
     )  # fmt: skip
@@ -272,14 +264,14 @@ def main() -> None:
         options.json.write_text(json.dumps(measure(options)), encoding="utf-8")
         return
     config = ModelConfig.from_hf(SHAPE)
-    names = options.backend or backends(config, Device.open(options.device), options.dtype, offers(options))
+    names = options.backend or backends(config, Device.open(options.device), options.dtype, field(options.plugin))
     passed = sys.argv[1:]
     document: dict[str, Any] = {"environment": environment(), "context": options.context, "backends": {}}
     for name in names:
         document["backends"][name] = in_a_process(name, passed)
         summarise(name, document["backends"][name])
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if options.json:  # after each, so that a run that is cut keeps what it has
+            options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

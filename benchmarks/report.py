@@ -8,8 +8,13 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headstock.offer import Candidate
 
 
 def environment() -> dict[str, Any]:
@@ -24,6 +29,16 @@ def environment() -> dict[str, Any]:
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def field(modules: Sequence[str] | None) -> list[Candidate]:
+    """The installed backends, or those of the modules named: sources that are not installed have no entry points."""
+    from headstock.offer import Candidate
+    from headstock.plugins import discover
+
+    if not modules:
+        return [each for each in discover() if each.usable]
+    return [Candidate.of(offer) for module in modules for offer in import_module(module).attention_backends()]
 
 
 def _cpu() -> str:

@@ -1,6 +1,6 @@
 """What measuring is worth: a tuned choice beside every fixed one, on a mixed workload, by turns in one process.
 
-    python benchmarks/tuned.py [--device cuda] [--offer MODULE:NAME] [--json FILE]
+    python benchmarks/tuned.py [--device cuda] [--plugin MODULE …] [--json FILE]
 
 The field is every installed backend that can serve the model here, and one that goes row by row. It is tuned first, on
 a grid that is not the workload; the tuned choice may switch by phase and by batch size. Then each round runs the whole
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import environment
+from report import environment, field
 from row_by_row import OFFER
 
 from headstock.bench.machine import Machine
@@ -31,9 +31,7 @@ from headstock.bench.tune import Tuner, default_grid
 from headstock.bench.workload import Workload, parse
 from headstock.decision import Decision
 from headstock.device import Device
-from headstock.load import resolve
 from headstock.negotiate import Candidate, Policy, negotiate
-from headstock.plugins import discover
 from headstock.runner.requirements import requirements
 
 T95 = {6: 2.447, 8: 2.306, 10: 2.228, 14: 2.145, 20: 2.086, 30: 2.042}
@@ -109,7 +107,7 @@ def main() -> None:
     parser.add_argument("--shape", help="a preset, by default smollm2-135m on a CPU and llama-8b elsewhere")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", type=float, default=120.0, help="seconds of tuning")
-    parser.add_argument("--offer", metavar="MODULE:NAME", action="append", default=[], help="one that is not installed")
+    parser.add_argument("--plugin", action="append", help="a module to take backends from, in place of all installed")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     if args.rounds < 7:
@@ -122,8 +120,7 @@ def main() -> None:
         config, device=device.torch.type, compute_capability=device.compute_capability,
         dtype=device.default_dtype(config.dtype), max_context=context, graph="auto" if gpu else "off",
     )  # fmt: skip
-    offers = [OFFER, *(resolve(each, "--offer") for each in args.offer)]
-    candidates = [*(each for each in discover() if each.usable), *map(Candidate.of, offers)]
+    candidates = [*field(args.plugin), Candidate.of(OFFER)]
 
     tuner = Tuner(config, needs, candidates, Policy(), device)
     tuned = tuner.run(default_grid(most, context, not gpu), args.budget, lambda what, *_: print(what, flush=True))
@@ -139,10 +136,10 @@ def main() -> None:
             upto = f" up to {winner.max_batch} rows" if winner.max_batch else ""
             print(f"{choice.requirement.where}{upto}: {winner.backend}: {winner.why}")
 
-    loads, field = mixed(gpu), {each.name: each for each in candidates}
+    loads, by_name = mixed(gpu), {each.name: each for each in candidates}
     scenes = {load.name: Scenes(device, candidates, 1 << 22 if not gpu else 100_000_000) for load in loads}
     make: Callable[[str], Choice] = lambda name: Choice(  # noqa: E731
-        name, decisions[name], field, scenes, loads, config.layers[0], device
+        name, decisions[name], by_name, scenes, loads, config.layers[0], device
     )
     choices = [make(name) for name in decisions]
     figures = list(rounds_of(choices, config.num_layers, args.rounds))
