@@ -130,7 +130,8 @@ def test_what_a_token_takes_is_told_beside_what_it_would():
 @pytest.mark.parametrize(
     ("policy", "kv_tokens", "rows", "context"),
     [
-        (Policy(), 512, 1, 96),  # from 81 tokens on: one row in a step of 128
+        (Policy(), 512, 0, 96),  # no row is long enough
+        (Policy(expand_from=81), 512, 1, 96),
         (Policy(expand_from=40), 512, 3, 96),
         (Policy(unserved={"all/extend"}), 512, 4, 96),
         (Policy(unserved={"all/extend"}), 20, 4, 20),
@@ -204,10 +205,14 @@ class Watched(Specimen):
         self.seen.append((self.spec.attention, batch.causal, batch.num_reqs, batch.num_tokens))
 
 
-def planned(policy: Policy, mixed: str, *steps: list[int]) -> list[tuple[str, bool, int, int]]:
+def planned(policy: Policy, mixed: str, *steps: list[int], context: int = 96) -> list[tuple[str, bool, int, int]]:
     """What the last of these steps is planned as: kind, causal, rows and tokens of each batch."""
     watched = OFFER.model_copy(update={"backend": Watched})
-    runner = ModelRunner(CONFIG, offers=[watched], policy=policy, mixed=mixed, dtype="float32", kv_tokens=512)
+    rope = SHAPE["rope_parameters"] | {"factor": context / 32}
+    config = {"model_type": "deepseek_v3", **SHAPE, "max_position_embeddings": context, "rope_parameters": rope}
+    runner = ModelRunner(
+        ModelConfig.from_hf(config), offers=[watched], policy=policy, mixed=mixed, dtype="float32", kv_tokens=512
+    )
     slots = [runner.pages.open() for _ in steps[0]]
     for counts in steps:
         Watched.seen.clear()
@@ -227,9 +232,9 @@ def planned(policy: Policy, mixed: str, *steps: list[int]) -> list[tuple[str, bo
     ],
 )  # fmt: skip
 def test_rows_of_many_new_tokens_are_expanded_where_that_is_served(policy, mixed, expected):
-    """Of 1, 6, 3 and 5 new tokens; by default three times as many as pay with these dimensions, 27, are."""
+    """Of 1, 6, 3 and 5 new tokens; by default six times as many as pay with these dimensions, 27, are."""
     assert planned(policy, mixed, [2, 2, 2, 2], [1, 6, 3, 5]) == expected
-    assert planned(Policy(), mixed, [81, 80])[-1] == ("ragged", True, 1, 81)
+    assert planned(Policy(), mixed, [162, 161], context=192)[-1] == ("ragged", True, 1, 162)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,12 @@ PROBLEMS: list[dict[str, Any]] = [
 ]
 HOPPER: list[tuple[Config, dict[str, Any]]] = [
     (
+        Config(128, warps=8, stages=5, programs=1),
+        {"query_lens": [1, 1, 1], "seq_lens": [40, 70, 9], "shared": SHARED, "head_dim": 128, "lse": True,
+         "sinks": True},
+    )
+] + [
+    (
         Config(128, keys=64, kernel="attend_hopper"),
         {"query_lens": [60, 9, 3], "seq_lens": [240, 190, 9], "head_dim": 128, "page_size": page, "lse": lse, **more},
     )
@@ -61,13 +67,15 @@ def compile_for(capability: int, kernel: str, tensors: Mapping[str, Any], number
                 constants: Mapping[str, Any]) -> None:  # fmt: skip
     """One launch, specialised as a real one would be."""
     function = KERNELS[kernel]
-    options = {name: value for name, value in constants.items() if name.startswith("num_")}
+    options = {name: value for name, value in constants.items() if name not in function.arg_names}
     given: dict[str, Any] = {**tensors, **{name: value for name, value in constants.items() if name not in options}}
     signature, fixed, aligned = {}, {}, {}
     for i, name in enumerate(function.arg_names):
         value = numbers.get(name, given.get(name))
         if name in numbers and value != 1:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0 and not function.params[i].do_not_specialize:
+                aligned[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, TensorDescriptor):
             signature[name] = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
         elif isinstance(value, torch.Tensor):
@@ -79,6 +87,8 @@ def compile_for(capability: int, kernel: str, tensors: Mapping[str, Any], number
     made = triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={**options, "enable_fp_fusion": True}
     )
+    wait, begin = (made.asm["ptx"].find(f"wgmma.{what}") for what in ("wait_group", "mma_async"))
+    assert wait < 0 or 0 <= begin < wait, f"{kernel} waits for products that it has not begun, at which ptxas may crash"
     print(kernel, made.metadata.shared)
 
 

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 import triton
+from torch import Tensor
 
-from headstock import ForwardBatch
+from headstock import AttentionLayer, BackendSpec, ForwardBatch
+from headstock.device import torch_dtype
+from headstock.testing import reference
 from headstock.testing.graphs import replays_equal_eager
 from headstock.testing.problem import Problem, Result, make_problem
 from headstock.testing.rig import Rig
@@ -52,25 +55,42 @@ def big(new: list[int], lens: list[int], **fields: Any) -> Problem:
     return replace(problem, spec=spec, batch=batch, storage=storage)
 
 
-def by_torch(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and natural log-sum-exp in float64, a row of the batch at a time."""
-    spec, batch = problem.spec, problem.batch
-    assert problem.storage is not None
+def tokens(
+    spec: BackendSpec, count: int, random: torch.Generator, heads_first: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The suite's random tokens, drawn on the device."""
+    assert not heads_first
+    heads, seed = spec.num_heads + spec.num_kv_heads, int(torch.randint(2**31, (), generator=random))
+    widths = [heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim]
+    draw = torch.Generator(spec.device).manual_seed(seed)
+    fused = torch.randn(count, sum(widths), generator=draw, dtype=torch_dtype(spec.dtype), device=spec.device)
+    qk, v = fused.split(widths, 1)
+    q, k = qk.unflatten(1, (heads, -1)).split([spec.num_heads, spec.num_kv_heads], 1)
+    return q, k, None if spec.attention == "mla" else v.unflatten(1, (spec.num_kv_heads, -1))
+
+
+def attention(
+    q: Tensor, k: Tensor | None, v: Tensor | None, layer: AttentionLayer, batch: ForwardBatch, spec: BackendSpec
+) -> tuple[Tensor, Tensor]:
+    """The suite's reference, out and natural log-sum-exp in float64, on the device, a row of the batch at a time."""
+    assert k is v is batch.query_mask is spec.softcap is layer.alibi_slopes is None
     assert batch.page_table is not None
-    layer = problem.layer(problem.storage.clone())
-    layer.kv.write(problem.k, problem.v, batch.out_cache_loc)
     firsts, outs, lses = batch.query_indptr.tolist(), [], []
     for row, length in enumerate(batch.seq_lens.tolist()):
-        at = torch.arange(length, device="cuda")
+        at = torch.arange(length, device=q.device)
         slots = batch.page_table[row, at // spec.page_size].long() * spec.page_size + at % spec.page_size
         keys, values = layer.kv.gather(slots)
-        keys = keys.double().view(length, spec.num_kv_heads, spec.head_dim) * problem.k_scale
-        values = keys[..., : spec.v_head_dim] if values is None else values.double() * problem.v_scale
-        q = problem.q[firsts[row] : firsts[row + 1]].double().unflatten(1, (spec.num_kv_heads, -1))
-        scores = torch.einsum("ihgd,jhd->ihgj", q, keys) * spec.scale
+        keys = keys.double().view(length, spec.num_kv_heads, spec.head_dim)
+        values = keys[..., : spec.v_head_dim] if values is None else values.double()
+        keys, values = keys * layer.k_scale, values * (layer.k_scale if spec.attention == "mla" else layer.v_scale)
+        asked = q[firsts[row] : firsts[row + 1]].double().unflatten(1, (spec.num_kv_heads, -1))
+        scores = torch.einsum("ihgd,jhd->ihgj", asked, keys) * spec.scale
+        seen = torch.ones(len(asked), length, dtype=torch.bool, device=q.device)
         if batch.causal:
-            seen = torch.ones(len(q), length, dtype=torch.bool, device="cuda").tril(length - len(q))
-            scores.masked_fill_(~seen[:, None, None], -torch.inf)
+            seen = seen.tril(length - len(asked))
+        if spec.window is not None:
+            seen = seen.triu(length - len(asked) - spec.window + 1)
+        scores.masked_fill_(~seen[:, None, None], -torch.inf)
         total = scores.logsumexp(-1)
         if layer.sinks is not None:
             total = torch.logaddexp(total, layer.sinks.double().view(spec.num_kv_heads, -1))
@@ -78,6 +98,13 @@ def by_torch(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
         outs.append(out.flatten(1, 2))
         lses.append(total.flatten(1))
     return torch.cat(outs), torch.cat(lses)
+
+
+@pytest.fixture(autouse=True)
+def on_the_device(monkeypatch):
+    """The suite draws its numbers and computes what is right on the CPU, which at these sizes takes minutes."""
+    monkeypatch.setattr("headstock.testing.problem.tokens", tokens)
+    monkeypatch.setattr("headstock.testing.problem.attention", attention)
 
 
 def check(problem: Problem, kernel: str = "") -> Result:
@@ -89,11 +116,29 @@ def check(problem: Problem, kernel: str = "") -> Result:
     told = rig.instance.describe(batch)
     if HOPPER and kernel:
         assert str(told["kernel"]).split()[0] == kernel, told
-    out, lse = by_torch(problem)
+    out, lse, _ = problem.expected
     torch.testing.assert_close(result.out.double(), out, atol=2e-2, rtol=8e-3)
     if result.lse is not None:
         torch.testing.assert_close(result.lse.double(), lse, atol=2e-3, rtol=0)
     return result
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"lse": True, "sinks": True, "shared": (((2, 2), (1, 0)),)},
+        {"window": 7, "v_scale": 0.5},
+        {"causal": False, "k_scale": 2.0},
+        {"kv_dtype": "float8_e4m3fn", "k_scale": 0.5, "v_scale": 3.0},
+        {"attention": "mla", "sinks": True, "k_scale": 0.5},
+    ],
+)
+def test_what_is_right_here_is_what_the_suite_says(fields):
+    problem = make_problem([3, 1, 9], [40, 33, 9], **here(), **fields, phase="extend")
+    (out, lse, storage), layer = problem.expected, problem.layer(problem.expected[2])
+    assert storage is not None
+    right = reference.attention(problem.q, None, None, layer, problem.batch, problem.spec)
+    torch.testing.assert_close((out.cpu(), lse.cpu()), right, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +226,7 @@ def test_one_row_of_latents_is_split_over_the_whole_gpu():
 def test_shared_latents_are_carried_to_the_rows_own():
     fields = {"num_heads": 128, "shared": (((8, 10),),), "lse": True, "sinks": True}
     problem = make_problem([1] * 8, [641 + 9 * row for row in range(8)], **LATENT, **fields, phase="decode")
-    check(problem, "latent_hopper", "latent_hopper")
+    check(problem, "latent_hopper")
 
 
 @pytest.mark.parametrize(
