@@ -11,7 +11,6 @@ import triton
 from torch import Tensor
 
 from headstock import AttentionLayer, BackendSpec, ForwardBatch
-from headstock.device import torch_dtype
 from headstock.testing import reference
 from headstock.testing.graphs import replays_equal_eager
 from headstock.testing.problem import Problem, Result, make_problem
@@ -63,7 +62,7 @@ def tokens(
     heads, seed = spec.num_heads + spec.num_kv_heads, int(torch.randint(2**31, (), generator=random))
     widths = [heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim]
     draw = torch.Generator(spec.device).manual_seed(seed)
-    fused = torch.randn(count, sum(widths), generator=draw, dtype=torch_dtype(spec.dtype), device=spec.device)
+    fused = torch.randn(count, sum(widths), generator=draw, dtype=getattr(torch, spec.dtype), device=spec.device)
     qk, v = fused.split(widths, 1)
     q, k = qk.unflatten(1, (heads, -1)).split([spec.num_heads, spec.num_kv_heads], 1)
     return q, k, None if spec.attention == "mla" else v.unflatten(1, (spec.num_kv_heads, -1))
