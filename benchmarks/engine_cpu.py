@@ -4,6 +4,8 @@
 
 - *step*: milliseconds of a decode step of which model and attention take no time, by batch: the scheduler, page tables
   and batches, sampling, detokenising. What a backend plans of its own comes on top.
+- *replay*: microseconds of `ModelRunner.step` for a decode step of 1024 tokens by a graph, of which the graph and what
+  refreshes its batch take no time.
 - *prefix*: the embedded model answers requests with one system prompt of 512 tokens, cache on and off by turns.
 - *mixed*: steps of both prompts and decoding, run the default way and the other one: as one segment, or as two.
 - *peers*: prompts and answers of the lengths that chats have, drawn with a seed, served by headstock, by transformers'
@@ -40,6 +42,7 @@ from headstock.policy import Policy
 
 BATCHES = (1, 8, 64, 256)
 BUDGET_MS = {1: 0.15, 8: 0.2, 64: 0.5, 256: 1.5}
+REPLAYED = (1, 8, 32, 128)
 
 
 class Idle(AttentionBackend):
@@ -61,11 +64,17 @@ class IdleModel:
         return self.logits[: len(ids if rows is None else rows)]
 
 
-def idle_engine(folder: Path, batch: int) -> Engine:
-    """An engine in which `batch` requests decode for longer than they are measured."""
+class IdleGraph:
+    """A graph whose launch takes no time."""
+
+    def replay(self) -> None: ...
+
+
+def idle_runner(batch: int, **options: Any) -> ModelRunner:
+    """A runner whose backend takes no time."""
     can = Capabilities(
         devices={"cpu"}, phases={"extend", "decode"}, attention={"paged"}, dtypes={"float32"}, head_dims=ANY,
-        page_sizes=ANY, kv_layouts={"nhd"},
+        page_sizes=ANY, kv_layouts={"nhd"}, graph=True,
     )  # fmt: skip
     config = ModelConfig.from_hf(
         {
@@ -73,10 +82,15 @@ def idle_engine(folder: Path, batch: int) -> Engine:
             "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 4096,
         }
     )  # fmt: skip
-    runner = ModelRunner(
+    return ModelRunner(
         config, dtype="float32", max_batch=batch, max_context=4096, kv_tokens=batch * 1536,
-        offers=[Offer(name="idle", backend=Idle, capabilities=can)],
+        offers=[Offer(name="idle", backend=Idle, capabilities=can)], **options,
     )  # fmt: skip
+
+
+def idle_engine(folder: Path, batch: int) -> Engine:
+    """An engine in which `batch` requests decode for longer than they are measured."""
+    runner = idle_runner(batch)
     runner.model = IdleModel(torch.randn(batch, 256))  # type: ignore[assignment]
     engine = Engine(runner, Tokenizer.from_folder(folder))
     for number in range(batch):
@@ -103,6 +117,32 @@ def step_overhead(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
         median, least = statistics.median(medians), min(medians)
         found[str(batch)] = {"median": median, "least": least, "budget": BUDGET_MS[batch]}
         print(f"  batch {batch:>3}: {median:.3f} ms (least {least:.3f}, at most {BUDGET_MS[batch]})")
+    return found
+
+
+def replay_overhead(rounds: int) -> dict[str, dict[str, float]]:
+    """Microseconds of a replayed decode step by batch: the median and the least of medians of 400 steps."""
+    found = {}
+    for batch in REPLAYED:
+        runner = idle_runner(batch, policy=Policy(graph="on", page_size=16), graph_sizes=[batch])
+        assert runner.graphs is not None, runner.notices
+        for bucket, captured in runner.graphs._captured.items():
+            captured.graph = runner.graphs.static._refreshes[bucket] = IdleGraph()
+        medians, tokens = [], [[7 * row % 256] for row in range(batch)]
+        for _ in range(rounds):
+            slots, times = [runner.pages.open() for _ in range(batch)], []
+            for slot in slots:
+                runner.pages.reserve({slot: 1024})
+                runner.pages.advance(slot, 1024)
+            for _ in range(400):
+                started = time.perf_counter()
+                runner.step(slots, tokens)
+                times.append(time.perf_counter() - started)
+            medians.append(statistics.median(times) * 1e6)
+            for slot in slots:
+                runner.pages.close(slot)
+        found[str(batch)] = {"median": statistics.median(medians), "least": min(medians)}
+        print(f"  batch {batch:>3}: {statistics.median(medians):.1f} µs (least {min(medians):.1f})")
     return found
 
 
@@ -246,6 +286,8 @@ def main() -> None:
     document: dict[str, Any] = {"environment": environment()}
     print("a decode step beside the model")
     document["step_ms"] = step_overhead(folder, options.rounds)
+    print("a replayed decode step beside its graph")
+    document["replay_us"] = replay_overhead(options.rounds)
     document["step_profile_batch_64"] = step_profile(folder)
     runner = embedded_runner(folder)
     document["prefix"] = found = prefix_cache(runner, folder, options.rounds)

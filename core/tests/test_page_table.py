@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -66,7 +67,10 @@ def test_slots_run_out_and_come_back():
 def test_a_slot_that_is_not_open_is_refused(slot):
     pages = table()
     assert pages.open() == 0
-    for use in (pages.close, lambda slot: pages.reserve({slot: 1}), lambda slot: pages.advance(slot, 1)):
+    for use in (
+        pages.close, lambda slot: pages.reserve({slot: 1}), lambda slot: pages.advance(slot, 1),
+        lambda slot: pages.grow([0, slot], 1),
+    ):  # fmt: skip
         with pytest.raises(HeadstockError, match="no request is open"):
             use(slot)
     assert (pages.num_free_slots, pages.allocator.num_free) == (2, 8)
@@ -238,10 +242,76 @@ def test_a_mirror_is_the_table_whatever_has_changed_and_however_it_is_sent(data)
         for slot in held:
             pages.reserve({slot: data.draw(st.integers(0, 24))})
         if data.draw(st.booleans()):
-            mirror.put(torch.tensor(mirror.pending(data.draw(st.integers(1, 4)))))
+            changes = np.zeros((2, data.draw(st.integers(1, 4))), dtype=np.int64)
+            changes[0] = mirror.spare
+            mirror.pending(changes)
+            mirror.put(torch.from_numpy(changes).flatten())
             mirror.settled()
         else:
             mirror.update()
         want = pages.rows(range(3), 24)
         assert torch.equal(mirror.tensor[:3], want)
         assert not mirror.tensor[3].any(), "the null row"
+
+
+def test_growing_refuses_what_has_no_room_left_and_rows_that_were_closed_or_released():
+    pages = table(num_pages=20, max_context=22)
+    one, two, three = (pages.open(owner=owner) for owner in ("theirs", "ours", "theirs"))
+    pages.commit(*pages.grow([one, two, three], [22, 21, 4]))
+    pages.commit(*pages.grow([two], 1))
+    for slots in ([one, three], [two]):
+        with pytest.raises(RequestError, match="23 tokens in a context of 22"):
+            pages.grow(slots, 1)
+    for give_back, slot in ((lambda: pages.close(three), three), (lambda: pages.release("ours"), two)):
+        give_back()
+        with pytest.raises(HeadstockError, match=f"no request is open in this slot; given: {slot}"):
+            pages.grow([slot], 1)
+    for slot in (1.0, "1"):
+        with pytest.raises(TypeError):
+            pages.grow([slot], 1)
+    assert list(pages.lengths) == [22, 0, 0]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_growing_is_reserving_for_every_row_and_counting_when_told(data):
+    """Two tables through the same steps: rows that need nothing are not looked at in one, and are in the other."""
+    size, windows = data.draw(st.sampled_from([1, 4])), data.draw(st.sampled_from([(), (1,), (3, 9)]))
+    tables = [
+        PageTable(
+            PageAllocator(30), size, 4, 22, {each: WindowPages(each, 26, size, 30, 4) for each in windows}
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    grown, reserved = tables
+    held: list[int] = []
+    for _ in range(data.draw(st.integers(1, 30))):
+        if held and not data.draw(st.integers(0, 6)):
+            slot = held.pop(data.draw(st.integers(0, len(held) - 1)))
+            grown.close(slot), reserved.close(slot)
+        elif len(held) < 4 and not data.draw(st.integers(0, 2)):
+            held.append(grown.open())
+            assert reserved.open() == held[-1]
+        slots = data.draw(st.permutations(held))[: data.draw(st.integers(1, 4))]
+        if not slots:
+            continue
+        counts = data.draw(st.lists(st.sampled_from([1, 1, 1, 1, 5]), min_size=len(slots), max_size=len(slots)))
+        wanted = {slot: reserved.lengths[slot] + count for slot, count in zip(slots, counts, strict=True)}
+        try:
+            reserved.reserve(wanted)
+        except HeadstockError as error:
+            with pytest.raises(type(error)):
+                grown.grow(slots, counts)
+            assert [grown.lengths[slot] for slot in held] == [reserved.lengths[slot] for slot in held]
+            continue
+        rows, lengths = grown.grow(slots, 1 if set(counts) == {1} else counts)
+        assert dict(zip(rows.tolist(), lengths.tolist(), strict=True)) == wanted
+        if data.draw(st.booleans()):  # a step that fails counts nothing
+            grown.commit(rows, lengths)
+            for slot, count in zip(slots, counts, strict=True):
+                reserved.advance(slot, count)
+        assert torch.equal(grown.rows(range(4), 22), reserved.rows(range(4), 22))
+        assert list(grown.lengths) == list(reserved.lengths)
+        for ours, theirs in zip(grown.windows.values(), reserved.windows.values(), strict=True):
+            assert (ours.of, ours._first) == (theirs.of, theirs._first)
+        grown.check()

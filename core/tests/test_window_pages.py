@@ -31,8 +31,12 @@ class Rows(RuleBasedStateMachine):
     A key is told by all tokens up to its own. Before a step writes its keys, every row reads those it can see.
     """
 
-    @initialize(windows=st.sampled_from([(1,), (3,), (4,), (9,), (2, 7)]), num_pages=st.sampled_from([14, 24, 60]))
-    def start(self, windows, num_pages):
+    @initialize(
+        windows=st.sampled_from([(1,), (3,), (4,), (9,), (2, 7)]), num_pages=st.sampled_from([14, 24, 60]),
+        grows=st.booleans(),
+    )  # fmt: skip
+    def start(self, windows, num_pages, grows):
+        self.grows = grows
         self.pages = table(*windows, num_pages=num_pages, context=1000)
         self.radix = RadixCache(self.pages.allocator, SIZE)
         self.memory = {window: {} for window in windows}
@@ -65,7 +69,10 @@ class Rows(RuleBasedStateMachine):
         missing = sum(self.pages.missing(slot, count) for slot, count in wanted.items())
         self.radix.evict(missing - self.pages.allocator.num_free)
         try:
-            self.pages.reserve(wanted)
+            if self.grows:
+                self.pages.grow(list(new), list(map(len, new.values())))
+            else:
+                self.pages.reserve(wanted)
         except OutOfPages:
             assert missing > self.pages.allocator.num_free, "a window never lacks pages where the table has some"
             return

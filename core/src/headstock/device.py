@@ -99,7 +99,9 @@ class Device:
 
     def active(self) -> AbstractContextManager[Any]:
         """Inside, kernels that are launched by other means than torch's go to this GPU, be it not the first one."""
-        return torch.cuda.device(self.torch) if self.torch.type == "cuda" else nullcontext()
+        if self.torch.type != "cuda" or self.torch.index is None:  # "cuda" is whichever GPU is the current one
+            return nullcontext()
+        return torch.cuda.device(self.torch)
 
     def free_memory(self, root: str | Path = "/") -> int:
         """Bytes that can still be had: what the driver reports, or the least that the system and control groups leave.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from headstock.batch import Ints
 from headstock.device import Device
 
 
@@ -25,18 +26,18 @@ class Mirror:
         """The numbers from place `start` on, counted through all rows, are `values` now."""
         self._changed.update(zip(range(start, start + len(values)), values, strict=True))
 
-    def pending(self, count: int) -> list[int]:
-        """`count` places and then their numbers, for `put`: what has changed, with the spare place to fill up.
+    def pending(self, changes: Ints) -> None:
+        """Writes what has changed, places and their numbers, over `changes` [2, N]: N times the spare place and its 0.
 
-        More changes than that are sent at once.
+        They are for `put`. More changes than that are sent at once.
         """
-        if len(self._changed) > count:
+        if len(self._changed) > changes.shape[1]:
             self.update()
-        missing = count - len(self._changed)
-        return [*self._changed, *[self.spare] * missing, *self._changed.values(), *[0] * missing]
+        if self._changed:
+            changes[:, : len(self._changed)] = list(self._changed), list(self._changed.values())
 
     def put(self, changes: Tensor) -> None:
-        """Writes what was `pending`, int64 [2 × count] on the device."""
+        """Writes what was `pending`, int64 [2 × N] on the device."""
         places, numbers = changes.chunk(2)
         self.tensor.view(-1).index_copy_(0, places, numbers.int())
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headstock.batch import Ints
 from headstock.device import Device
 from headstock.errors import HeadstockError, OutOfPages, RequestError
 from headstock.kv.allocator import NOBODY, PageAllocator
@@ -36,7 +38,9 @@ class PageTable:
     ):
         self.allocator, self.page_size, self.max_context = allocator, page_size, max_context
         self.windows: Mapping[int, WindowPages] = windows or {}
-        self.lengths = [0] * max_requests
+        self.lengths = array("q", [0] * max_requests)
+        self._lengths = np.frombuffer(self.lengths, dtype=np.int64)  # the same memory
+        self._room = np.full(max_requests, -1)  # how many tokens each can come to before `reserve` has work; -1: closed
         self._pages: list[list[int]] = [[] for _ in range(max_requests)]
         self._shared = [0] * max_requests  # how many pages at the start of each row the prefix cache owns
         self._free_slots = list(range(max_requests - 1, -1, -1))
@@ -74,6 +78,7 @@ class PageTable:
         self._shared[slot] = len(shared)
         self.version += 1
         self.lengths[slot] = len(shared) * self.page_size
+        self._room[slot] = self._reach(slot)
         return slot
 
     def length(self, slot: int) -> int:
@@ -144,6 +149,13 @@ class PageTable:
                 window.extend(pages)
             self._write(slot, len(held), pages)
             held.extend(pages)
+        for slot in wanted:
+            self._room[slot] = self._reach(slot)
+
+    def _reach(self, slot: int) -> int:
+        """How many tokens a row can come to before it needs another page, or a window lets go of one."""
+        ends = [window.until(slot) for window in self.windows.values()]
+        return min(len(self._pages[slot]) * self.page_size, self.max_context, *ends)
 
     def _make_room(self, window: WindowPages, slots: Iterable[int], count: int) -> None:
         for slot in slots:
@@ -166,22 +178,30 @@ class PageTable:
             )  # fmt: skip
         self.lengths[slot] += num_tokens
 
-    def after(self, slots: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
-        """The tokens of each row once it has so many more, by slot."""
-        try:
-            return {slot: self.lengths[slot] + count for slot, count in zip(slots, counts, strict=True)}
-        except IndexError:
-            self._check_open(max(slots))
-            raise
+    def grow(self, slots: Sequence[int], counts: Sequence[int] | int) -> tuple[Ints, Ints]:
+        """Makes room for so many more tokens of each row, as `reserve` does, and counts none of them as cached.
 
-    def commit(self, lengths: Mapping[int, int]) -> None:
-        """Counts so many tokens as cached, by slot, for which `reserve` has just made room."""
-        for slot, length in lengths.items():
-            self.lengths[slot] = length
+        Returns the slots and the tokens that each then has, int64 [B], for `commit`.
+        """
+        try:
+            rows = np.frombuffer(array("Q", slots), dtype=np.int64)  # unsigned: no slot counts from the end
+            lengths = self._lengths[rows] + counts
+        except (IndexError, OverflowError):
+            for slot in slots:
+                self._check_open(slot)
+            raise
+        if len(beyond := (lengths > self._room[rows]).nonzero()[0]):
+            self.reserve(dict(zip(rows[beyond].tolist(), lengths[beyond].tolist(), strict=True)))
+        return rows, lengths
+
+    def commit(self, slots: Ints, lengths: Ints) -> None:
+        """Counts so many tokens of each row as cached, for which `grow` has just made room."""
+        self._lengths[slots] = lengths
 
     def close(self, slot: int) -> None:
         """Gives the slot and its own pages back."""
         self._check_open(slot)
+        self._room[slot] = -1
         for window in self.windows.values():
             window.close(slot, self._pages[slot])
         self.allocator.free(self._pages[slot][self._shared[slot] :])
@@ -202,6 +222,7 @@ class PageTable:
             window.keep(others, rows)
         for slot in (slot for slot in range(len(self.lengths)) if slot not in rows):
             self._pages[slot], self._shared[slot], self.lengths[slot], self._owners[slot] = [], 0, 0, None
+            self._room[slot] = -1
             self._write(slot, 0, [0] * self._table.shape[1])
         self._free_slots = [slot for slot in range(len(self.lengths) - 1, -1, -1) if slot not in rows]
         self.version += 1
@@ -220,7 +241,12 @@ class PageTable:
         return self._mirror
 
     def check(self) -> None:
-        """Asserts that the windows' caches are in order. For tests and debugging."""
+        """Asserts that the windows' caches are in order, and that no row is thought to have more room than it has.
+
+        For tests and debugging.
+        """
+        for slot, owner in enumerate(self._owners):
+            assert self._room[slot] <= (-1 if owner is None else self._reach(slot)), "rows are looked at in time"
         for window in self.windows.values():
             window.check({slot: pages for slot, pages in enumerate(self._pages) if pages})
 

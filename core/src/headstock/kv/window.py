@@ -47,6 +47,10 @@ class WindowPages:
         """The first page that a token at position `length`, or any after it, can see."""
         return max(length - self.window + 1, 0) // self.page_size
 
+    def until(self, slot: int) -> int:
+        """How many tokens a row can come to before `slide`, of those it had before, lets go of another page."""
+        return (self._first[slot] + 1) * self.page_size + self.window - 1
+
     def covered(self, pages: Sequence[int]) -> int:
         """The most of a row's first pages after which it can go on: what the next token sees of them is held."""
         covered = held = 0

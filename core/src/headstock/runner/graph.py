@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from headstock.plugins import Observers, describe_fault
 from headstock.runner.levels import Shared
 from headstock.runner.refresh import GroupPages
 from headstock.runner.sampler import Sampled, greedy
-from headstock.runner.static_batch import StaticStep
+from headstock.runner.static_batch import Rows, StaticStep
 from headstock.runner.step import Steps
 
 Run = Callable[[Tensor, Tensor, Mapping[str, ForwardBatch], Tensor | None], Tensor]
@@ -148,6 +149,9 @@ class GraphRunner:
             bucket: {group: self.static.batches[bucket][each.key] for group, each in serving.items()}
             for bucket, serving in self.serving.items()
         }
+        self._kinds: dict[tuple[int, int], list[GraphBucket]] = {}  # smallest first, by tokens per row and levels
+        for bucket in reversed(self.static.buckets):
+            self._kinds.setdefault(bucket[1:], []).append(bucket)
         self._logits: Tensor | None = None  # of every size: those in a graph's pool would be kept once for each
         self._captured: dict[GraphBucket, _Captured] = {}
         self._failures: dict[GraphBucket, str] = {}
@@ -167,6 +171,8 @@ class GraphRunner:
             for bucket in self.static.buckets:
                 self.reports.append(self._capture(bucket, pool, broken.get(bucket)))
                 report(self.reports[-1])
+        for bucket in sorted(self._captured, key=lambda bucket: (bucket.batch, -bucket.levels)):
+            self._captured[bucket] = self._captured.pop(bucket)  # in the order in which `fitting` looks
         return self.reports
 
     @property
@@ -183,19 +189,16 @@ class GraphRunner:
 
     def fitting(self, num_rows: int, query_len: int = 1) -> GraphBucket | None:
         """The smallest size with a graph that holds such rows, with as many levels of shared prefixes as it has."""
-        holding = (b for b in self._captured if b.query_len == query_len and b.batch >= num_rows)
-        return min(holding, key=lambda bucket: (bucket.batch, -bucket.levels), default=None)
+        return next((b for b in self._captured if b.query_len == query_len and b.batch >= num_rows), None)
 
     def bucket_for(self, num_rows: int, query_len: int = 1, levels: int = 0) -> GraphBucket | None:
         """The smallest captured size that holds a batch."""
-        wanted = (query_len, levels)
-        holding = [b for b in self.static.buckets if (b.query_len, b.levels) == wanted and b.batch >= num_rows]
-        return min(holding, default=None)
+        kind = self._kinds.get((query_len, levels), [])
+        place = bisect_left(kind, (num_rows, query_len, levels))
+        return kind[place] if place < len(kind) else None
 
     @torch.inference_mode()
-    def step(
-        self, slots: Sequence[int], seq_lens: Sequence[int], tokens: Sequence[int], shared: Shared | None = None
-    ) -> Done | None:
+    def step(self, slots: Rows, seq_lens: Rows, tokens: Rows, shared: Shared | None = None) -> Done | None:
         """Replays one decode step: slots, keys each with the new ones, the new tokens, and what prefixes are shared.
 
         What a graph with levels cannot hold is replayed without. None where the step has to run eagerly; nothing has
@@ -212,9 +215,8 @@ class GraphRunner:
         return done
 
     def _replay(
-        self, wanted: GraphBucket, slots: Sequence[int], seq_lens: Sequence[int], tokens: Sequence[int],
-        shared: Shared | None,
-    ) -> Done | Fallback:  # fmt: skip
+        self, wanted: GraphBucket, slots: Rows, seq_lens: Rows, tokens: Rows, shared: Shared | None
+    ) -> Done | Fallback:
         """Replays the smallest size that holds what is wanted, or says why not."""
         bucket = self.bucket_for(wanted.batch, wanted.query_len, wanted.levels)
         if bucket is None:
@@ -234,8 +236,10 @@ class GraphRunner:
         self.replays[bucket] += 1
         for batch in batches.values():
             self.observers.notify("after_forward", batch=batch)
-        count, (sampled, failed) = len(tokens), captured.sampled
-        return Done(captured.logits[:count], Sampled(sampled[:count], failed[:count]))
+        logits, sampled, count = captured.logits, captured.sampled, len(tokens)
+        if count < bucket.batch * bucket.query_len:
+            logits, sampled = logits[:count], Sampled(sampled.tokens[:count], sampled.failed[:count])
+        return Done(logits, sampled)
 
     def _capture(self, bucket: GraphBucket, pool: GraphPool, broken: BaseException | None) -> CaptureReport:
         started, before = time.perf_counter(), self.device.free_memory()

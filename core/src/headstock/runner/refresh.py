@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from headstock.backend import BackendSpec
-from headstock.batch import ForwardBatch
+from headstock.batch import ForwardBatch, Ints
 from headstock.fusing import fusing
 from headstock.kv.mirror import Mirror
+
+Lens = TypeVar("Lens", Tensor, Ints)
 
 
 class GroupPages(NamedTuple):
@@ -30,10 +32,10 @@ class GroupPages(NamedTuple):
             return spec.max_context
         return min(spec.window + n + spec.page_size - 2, spec.max_context)
 
-    def first(self, lens: Tensor, spec: BackendSpec, n: int) -> Tensor:
+    def first(self, lens: Lens, spec: BackendSpec, n: int) -> Lens:
         """The first page that the `n` new tokens of each row can see, where the window has a cache of its own."""
         assert spec.window is not None, "a cache of its own is of a window"
-        return (lens - (n + spec.window - 1)).clamp(min=0) // spec.page_size
+        return (lens - (n + spec.window - 1)).clip(min=0) // spec.page_size
 
 
 class Refresh:

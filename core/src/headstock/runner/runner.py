@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headstock.backend import Progress as Preparation
+from headstock.batch import Ints
 from headstock.device import Device, torch_dtype
 from headstock.errors import HeadstockError
 from headstock.fusing import fusing
@@ -200,37 +201,38 @@ class ModelRunner:
         for a step that is empty, too large, or names a slot twice; nothing is run then and nothing lost. What a backend
         raises passes, with a note of whose step it was.
         """
-        query_lens = [len(each) for each in tokens]
+        query_lens, flat = list(map(len, tokens)), list(chain.from_iterable(tokens))
         distinct = len(slots) == len(set(slots)) == len(tokens)
-        if not (distinct and all(query_lens) and 0 < sum(query_lens) <= self.limits.max_tokens):
+        if not (distinct and all(query_lens) and 0 < len(flat) <= self.limits.max_tokens):
             raise HeadstockError(
                 "a step has distinct slots, each with its new tokens",
                 given=f"slots {list(slots)} with {query_lens} tokens",
                 works=f"1 or more of each, and 1…{self.limits.max_tokens} in all",
             )
-        flat = [token for row in tokens for token in row]
         if not 0 <= min(flat) <= max(flat) < self.config.vocab_size:
             works = f"0…{self.config.vocab_size - 1}, the model's vocabulary"
             raise HeadstockError("a token is not in the vocabulary", given=f"{min(flat)}…{max(flat)}", works=works)
-        lengths = self.pages.after(slots, query_lens)
-        self.pages.reserve(lengths)
         decodes = len(flat) == len(slots)
+        rows, lengths = self.pages.grow(slots, 1 if decodes else query_lens)
         with self.device.active():
-            replayed = self._replay(slots, list(lengths.values()), flat) if self.graphs and decodes else None
+            replayed = self._replay(self.graphs, rows, lengths, flat) if self.graphs and decodes else None
             done = replayed or self._eagerly(slots, tokens)
-        self.pages.commit(lengths)
+        self.pages.commit(rows, lengths)
         return done
 
-    def _replay(self, slots: Sequence[int], seq_lens: Sequence[int], tokens: Sequence[int]) -> Done | None:
-        assert self.graphs is not None, "there are graphs to replay"
-        bucket = self.graphs.fitting(len(slots))
-        with self._noted([1] * (bucket.batch if bucket else len(slots))):
-            shared = self.steps.levels.find(slots, bucket.levels, bucket.batch) if bucket else None
-            return self.graphs.step(slots, seq_lens, tokens, shared)
+    def _replay(self, graphs: GraphRunner, slots: Ints, seq_lens: Ints, tokens: Sequence[int]) -> Done | None:
+        bucket, shared = graphs.fitting(len(slots)), None
+        try:
+            if bucket and bucket.levels:
+                shared = self.steps.levels.find(slots.tolist(), bucket.levels, bucket.batch)
+            return graphs.step(slots, seq_lens, tokens, shared)
+        except BaseException as error:
+            self._note(error, [1] * (bucket.batch if bucket else len(slots)))
+            raise
 
     @torch.inference_mode()
     def _eagerly(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Done:
-        with self._noted([len(each) for each in tokens]):
+        try:
             step = self.steps.make(slots, tokens)
             segments = self.steps.plan(step)
             logits = self.model.forward(step.ids, step.positions, self.steps.attend(segments), step.last)
@@ -238,12 +240,10 @@ class ModelRunner:
                 for segment in group:
                     self.observers.notify("after_forward", batch=segment.batch)
             return Done(step.in_order_given(logits))
-
-    @contextmanager
-    def _noted(self, query_lens: Sequence[int]) -> Iterator[None]:
-        """Adds to what passes a note of whose step of such rows, padding included, it was."""
-        try:
-            yield
         except BaseException as error:
-            error.add_note(f"a step of {self.steps.served_by(query_lens)} failed")
+            self._note(error, list(map(len, tokens)))
             raise
+
+    def _note(self, error: BaseException, query_lens: Sequence[int]) -> None:
+        """Adds to an error whose step of such rows, padding included, it was."""
+        error.add_note(f"a step of {self.steps.served_by(query_lens)} failed")

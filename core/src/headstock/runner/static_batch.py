@@ -8,11 +8,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headstock.backend import BackendSpec, GraphBucket
-from headstock.batch import ForwardBatch
+from headstock.batch import ForwardBatch, Ints
 from headstock.device import Device, DeviceGraph, GraphPool
 from headstock.errors import HeadstockError
 from headstock.kv.mirror import Mirror
@@ -20,6 +19,8 @@ from headstock.runner.levels import Shared
 from headstock.runner.refresh import GroupPages, refresh
 from headstock.runner.static_levels import StaticLevels
 
+Rows = Sequence[int] | Ints
+"""A number for each row, or for each token."""
 BUFFERS = ("query_indptr", "seq_lens", "positions", "page_table", "out_cache_loc")
 
 
@@ -47,6 +48,8 @@ class StaticStep:
         self._inputs = torch.zeros(size, dtype=torch.int64, device=device.torch)
         self._written, self._fetched = device.pinned((size,), torch.int64), device.event()
         self._numbers = self._written.numpy()
+        self._parts = {bucket: self._parted(bucket, self._numbers) for bucket in self.buckets}
+        self._padding = {bucket: self._all_padding(bucket) for bucket in self.buckets}
         _check_levels(groups)
         self._groups = {name: _Group(spec, pages) for name, (spec, pages) in groups.items() if spec.graph_buckets}
         self.batches = {
@@ -70,44 +73,55 @@ class StaticStep:
         return self._inputs[self._sections[bucket]["places"]] if bucket.levels else None
 
     def fill(
-        self, bucket: GraphBucket, slots: Sequence[int], seq_lens: Sequence[int], graph: Literal["capture", "replay"],
-        tokens: Sequence[int] | None = None, shared: Shared | None = None,
+        self, bucket: GraphBucket, slots: Rows, seq_lens: Rows, graph: Literal["capture", "replay"],
+        tokens: Rows | None = None, shared: Shared | None = None,
     ) -> dict[str, ForwardBatch]:  # fmt: skip
         """The bucket's batches with these rows: their slots, their keys, new ones included, and their new `tokens`.
 
         Rows are padded to the bucket's size as the contract has it: `query_len` tokens and keys on the null page. They
         run in the order of `shared`, whose levels a bucket with levels reads.
         """
-        values = self._values(bucket, slots, seq_lens, tokens, shared)
         self._fetched.synchronize()  # a host that runs ahead waits until the step before has begun
-        self._numbers[: len(values)] = values
+        self._write(bucket, slots, seq_lens, tokens, shared)
         self._refreshes[bucket].replay()
         for mirror in self.mirrors:
             mirror.settled()
-        told, sections = self._numbers[: len(values)].astype(np.int32), self._sections[bucket]
+        parts = self._parts[bucket]
         for name, batch in self.batches[bucket].items():
-            lens, levels = told[sections["lens"]], told[sections["levels"]]
-            self._groups[name].tell(batch, lens, levels, len(slots), graph)
+            self._groups[name].tell(batch, parts["lens"], parts["levels"], len(slots), graph)
         return self.batches[bucket]
 
-    def _values(
-        self, bucket: GraphBucket, slots: Sequence[int], seq_lens: Sequence[int], tokens: Sequence[int] | None,
-        shared: Shared | None,
-    ) -> list[int]:  # fmt: skip
-        """What the host writes, part by part as `_cut` has them."""
-        rows, n = bucket.batch, bucket.query_len
-        padding, ids = rows - len(slots), tokens or [0] * (len(slots) * n)
-        order, levels = shared.rows(len(slots)) if shared else (list(range(len(slots))), ())
+    def _write(
+        self, bucket: GraphBucket, slots: Rows, seq_lens: Rows, tokens: Rows | None = None, shared: Shared | None = None
+    ) -> None:
+        """Writes what the device fetches, part by part as `_cut` has them."""
+        padding, parts, ids = self._padding[bucket], self._parts[bucket], () if tokens is None else tokens
+        self._numbers[: len(padding)] = padding
         if bucket.levels:
-            slots, seq_lens = ([own[place] for place in order] for own in (slots, seq_lens))
-            ids = _reordered(ids, order, n)
-        values = [*slots, *[self.null] * padding, *seq_lens, *[n] * padding, *ids, *[0] * (padding * n)]
-        for mirror in self.mirrors:
-            values += mirror.pending(rows)
-        if bucket.levels:
-            places = _reordered(range(rows * n), [*np.argsort(order), *range(len(slots), rows)], n)
-            values += [*places, *StaticLevels.encode(levels, rows, bucket.levels)]
-        return values
+            runs_as, levels = shared.rows(len(slots)) if shared else (range(len(slots)), ())
+            order = np.array(runs_as, dtype=np.int64)
+            slots, seq_lens, ids = (_reordered(each, order) for each in (slots, seq_lens, ids))
+            places = parts["places"][: len(order) * bucket.query_len]
+            places[:] = _reordered(places, order.argsort())
+            parts["levels"][:] = StaticLevels.encode(levels, bucket.batch, bucket.levels)
+        parts["slots"][: len(slots)], parts["lens"][: len(slots)], parts["ids"][: len(ids)] = slots, seq_lens, ids
+        for mirror, changes in zip(self.mirrors, parts["changes"], strict=True):
+            mirror.pending(changes)
+
+    def _all_padding(self, bucket: GraphBucket) -> Ints:
+        """What the host writes where there are no rows and nothing has changed."""
+        numbers = np.zeros(self._sections[bucket]["levels"].stop, dtype=np.int64)
+        parts = self._parted(bucket, numbers)
+        parts["slots"][:], parts["lens"][:] = self.null, bucket.query_len
+        parts["places"][:] = range(len(parts["places"]))
+        for mirror, (places, _) in zip(self.mirrors, parts["changes"], strict=True):
+            places[:] = mirror.spare
+        return numbers
+
+    def _parted(self, bucket: GraphBucket, numbers: Ints) -> dict[str, Ints]:
+        """What the host writes, or would write, part by part; "changes" are [mirrors, 2, rows]."""
+        parts = {name: numbers[section] for name, section in self._sections[bucket].items()}
+        return parts | {"changes": parts["changes"].reshape(len(self.mirrors), 2, bucket.batch)}
 
     def _cut(self, bucket: GraphBucket) -> dict[str, slice]:
         """Where each part of what the host writes lies."""
@@ -132,7 +146,7 @@ class StaticStep:
                 self.refresh.derive(batch, group.pages, group.spec, slots, lens)
                 group.derive_levels(batch, levels)
 
-        self._numbers[used] = self._values(bucket, [], [], None, None)
+        self._write(bucket, [], [])
         with self.device.warming_up(pool):
             refresh()
         return self.device.capture(refresh, pool)
@@ -181,19 +195,17 @@ class _Group:
         return batch
 
     def tell(
-        self, batch: ForwardBatch, lens: NDArray[np.int32], levels: NDArray[np.int32], num_real_reqs: int,
-        graph: Literal["capture", "replay"],
-    ) -> None:  # fmt: skip
-        """What the host knows of the rows."""
+        self, batch: ForwardBatch, lens: Ints, levels: Ints, num_real_reqs: int, graph: Literal["capture", "replay"]
+    ) -> None:
+        """What the host knows of the rows, from what it wrote."""
         batch.graph, batch.num_real_reqs = graph, num_real_reqs
         batch._csr.clear()
         if batch.shared_levels:
-            batch.shared_levels = self._levels[_bucket(batch)].told(levels)
+            batch.shared_levels = self._levels[_bucket(batch)].told(levels.astype(np.int32))
         if self.spec.host_lengths == "exact":
-            keys = torch.from_numpy(lens)
             if self.pages.of is not None:
-                keys = keys - self.pages.first(keys, self.spec, batch.query_len) * batch.page_size
-            batch.seq_lens_cpu = keys
+                lens = lens - self.pages.first(lens, self.spec, batch.query_len) * batch.page_size
+            batch.seq_lens_cpu = torch.from_numpy(lens.astype(np.int32))
 
     def derive_levels(self, batch: ForwardBatch, levels: Tensor) -> None:
         """What follows on the device from the batch's pages and where shared runs end, as the host wrote it."""
@@ -206,9 +218,10 @@ def _bucket(batch: ForwardBatch) -> GraphBucket:
     return GraphBucket(batch.num_reqs, batch.query_len, len(batch.shared_levels))
 
 
-def _reordered(values: Sequence[int], order: Sequence[int], n: int) -> list[int]:
-    """The values of rows, `n` of each, with the rows in this order."""
-    return [value for row in order for value in values[row * n : (row + 1) * n]]
+def _reordered(values: Rows, order: Ints) -> Ints:
+    """The values of rows, as many of each, with the rows in this order."""
+    rows = np.asarray(values, dtype=np.int64)
+    return rows.reshape(len(order), -1)[order].flatten() if len(rows) else rows
 
 
 def _check_levels(groups: Mapping[str, tuple[BackendSpec, GroupPages]]) -> None:
