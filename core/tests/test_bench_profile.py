@@ -15,7 +15,7 @@ from headstock.capabilities import Capabilities
 from headstock.device import Device
 from headstock.errors import HeadstockError
 from headstock.models.config import ModelConfig
-from headstock.negotiate import Measurement, negotiate
+from headstock.negotiate import negotiate
 from headstock.offer import Candidate, Offer
 from headstock.policy import Policy
 from headstock.render import explain
@@ -187,12 +187,21 @@ def test_points_become_buckets_with_contexts_that_count_alike_and_the_plan_inclu
         point(seconds=1e-3), point(context=128, seconds=3e-3, plan=1e-3), point(batch=8, tokens=8, seconds=5e-3),
         point(role="extend", tokens=64, seconds=8e-3), point(role="extend", tokens=32, seconds=4e-3),
     ]  # fmt: skip
-    key = ("all", "decode", "few", 16, "nhd")
-    assert profile(points=points).measurements() == (
-        Measurement(*key, 2.5e-3, 1, 1),
-        Measurement(*key, 5e-3, None, 8),
-        Measurement("all", "extend", "few", 16, "nhd", 6e-3, None, 48),
-    )
+    found = profile(points=points).measurements()
+    assert [(m.role, m.max_batch, m.tokens) for m in found] == [
+        ("decode", 1, 1),
+        ("decode", None, 8),
+        ("extend", None, 48),
+    ]
+    assert [m.seconds for m in found] == pytest.approx([2e-3, 5e-3, 32**0.5 * 1e-3])
+
+
+def test_a_lead_at_a_long_context_does_not_outweigh_a_larger_one_at_a_short_one():
+    short, long = {"context": 128}, {"context": 1024}
+    points = [point(seconds=0.4e-3, **short), point(seconds=5.3e-3, **long)]
+    points += [point(backend="other", seconds=1.2e-3, **short), point(backend="other", seconds=4.2e-3, **long)]
+    few, other = profile(points=points).measurements()
+    assert few.seconds < other.seconds
 
 
 def test_what_was_measured_on_fewer_workloads_is_not_compared():

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -80,7 +80,8 @@ class Profile(_Record):
     def measurements(self) -> tuple[Measurement, ...]:
         """The points as negotiation takes them: in decoding a bucket per batch size, elsewhere one for all.
 
-        A bucket reaches from the batch measured before it up to its own, the last one up to any; contexts count alike.
+        A bucket reaches from the batch measured before it up to its own, the last one up to any. Contexts count alike,
+        by their geometric mean: a backend's lead at a long one does not outweigh a larger lead at a short one.
         What was measured on fewer workloads than others of its role is left out, since it could not be compared.
         """
         keys: dict[Key, dict[tuple[int, int, int], Point]] = {}
@@ -132,8 +133,9 @@ def _buckets(key: Key, points: list[Point]) -> Iterable[Measurement]:
     sizes: list[int | None] = [*sorted({point.batch for point in points})] if key[1] == "decode" else [None]
     for size in sizes:
         own = [point for point in points if size is None or point.batch == size]
-        seconds, tokens = fmean(point.seconds + point.plan for point in own), fmean(point.tokens for point in own)
-        yield Measurement(*key, seconds, None if size == sizes[-1] else size, round(tokens))
+        seconds = geometric_mean(point.seconds + point.plan for point in own)
+        tokens = round(fmean(point.tokens for point in own))
+        yield Measurement(*key, seconds, None if size == sizes[-1] else size, tokens)
 
 
 class Judged(NamedTuple):
