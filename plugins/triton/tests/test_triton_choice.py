@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from headstock import AttentionLayer, PagedView
 from headstock.testing.problem import make_problem
 from headstock_triton.config import find
-from headstock_triton.hopper import FORMS, kernel_of
+from headstock_triton.hopper import FORMS, attend_hopper, kernel_of
 from headstock_triton.plan import Part, Shape, partial_rows
 from headstock_triton.table import compiles
 
@@ -70,6 +71,19 @@ def test_a_cache_that_begins_between_loads_is_read_by_the_general_kernel(offset,
     cut = Part(Shape(replace(find(spec, 512), kernel="attend_hopper"), 128, 1, 0))
     layer = AttentionLayer(0, PagedView(k, v))
     assert kernel_of(spec, cut, problem.batch, layer) == ("attend" if offset else "attend_hopper")
+
+
+@pytest.mark.parametrize(("num_sms", "programs"), [(132, 132), (1000, 512), (0, 512)])
+def test_all_work_is_shared_by_the_programs_that_run_at_once(num_sms, programs, monkeypatch):
+    launched = []
+    monkeypatch.setattr("headstock_triton.hopper.launch", lambda kernel, grid, *given: launched.append((kernel, grid)))
+    monkeypatch.setattr("headstock_triton.hopper.KERNELS", {"attend_hopper": SimpleNamespace(arg_names=())})
+    monkeypatch.setattr("headstock_triton.hopper._described", lambda x, box: x)
+    spec = on_hopper(monkeypatch, PAGED, num_sms=num_sms)
+    k, v = torch.zeros(2, 3, 16, 8, 128).unbind(0)
+    cut = Part(Shape(replace(find(spec, 512), kernel="attend_hopper"), 128, 64, 0))
+    attend_hopper(spec, cut, k, v, AttentionLayer(0), {}, {}, {})
+    assert launched == [("attend_hopper", (programs,))]
 
 
 def test_measured_tiles_name_the_kernels_of_hopper(monkeypatch):

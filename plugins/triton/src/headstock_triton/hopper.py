@@ -46,7 +46,7 @@ def attend_hopper(
     box = [1, min(k.shape[1], FORMS["attend_hopper"][0]), 1, HALF]
     launch(
         "attend_hopper",
-        (min(spec.num_sms, total),),
+        (min(spec.num_sms or total, total),),
         _taken("attend_hopper", tensors) | {"k": _described(k, box), "v": _described(v, box)},
         {"total": total, "scale": spec.scale * layer.k_scale * LOG2E, "v_scale": layer.v_scale} | numbers,
         _taken("attend_hopper", compiled) | {"num_warps": 4},
