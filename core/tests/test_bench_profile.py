@@ -136,6 +136,16 @@ def test_configurations_are_those_on_which_all_roles_can_be_served(clock):
     assert found == {("extends", 16, "hnd"), ("decodes", 16, "hnd")}
 
 
+def test_a_page_size_that_only_some_of_the_same_can_have_is_not_measured(clock):
+    slow = taking(clock, lambda phase, rows: 2e-3)
+    field = [
+        offered("any", slow, page_sizes=range(1, 513)), offered("small", slow, page_sizes=range(1, 257)),
+        offered("huge", slow, page_sizes=frozenset({1024})), offered("vast", slow, page_sizes=frozenset({512})),
+    ]  # fmt: skip
+    found = {(c.name, c.need.page_size) for c in tuner(field).contestants()}
+    assert found == {("any", 16), ("small", 16), ("huge", 1024), ("any", 512), ("vast", 512)}
+
+
 def test_a_budget_leaves_whole_workloads_out_and_says_how_many(field):
     tuned = tuner(field).run(GRID, budget=0.2)
     assert tuned.measured + tuned.left == 7

@@ -63,14 +63,23 @@ class Tuner:
         self.shapes = {group: config.layers[layers[0]] for group, layers in layer_groups(config).items()}
 
     def contestants(self) -> list[Contestant]:
-        """Every candidate for every role under every configuration; none where the model cannot be served."""
+        """Every candidate for every role under every configuration; none where the model cannot be served.
+
+        A page size at which some of those can serve that can at a better one too, and nobody else, is left out.
+        """
         ranking = Ranking(self.policy, ())
         groups = groups_of([cover(need, self.candidates, ranking) for need in self.needs], self.policy)
         found: dict[tuple[Any, ...], Contestant] = {}
+        served: dict[str | None, list[set[tuple[str, ...]]]] = {}
         for size in sorted(page_sizes(groups, self.policy), key=self.policy.page_rank):
             for group in groups:
                 for layout in group.layouts:
-                    for each in self._at(group, size, layout):
+                    able = list(self._at(group, size, layout))
+                    names: set[tuple[str, ...]] = {(each.need.group, each.need.role, each.name) for each in able}
+                    if any(names <= better for better in served.setdefault(layout, [])):
+                        continue
+                    served[layout].append(names)
+                    for each in able:
                         need = each.need
                         key = (need.group, need.role, each.name, need.page_size, need.kv_layout)
                         found.setdefault(key, each)
