@@ -13,8 +13,8 @@ from headstock import ForwardBatch, HeadstockError
 from headstock.backend import GraphBucket
 from headstock.device import Device
 from headstock.kv.sharing import Run
-from headstock.runner.graph import PAGE_BYTES
 from headstock.runner.levels import Shared
+from headstock.runner.memory import PAGE_BYTES
 from headstock.runner.refresh import GroupPages
 from headstock.runner.static_batch import BUFFERS, StaticStep
 from headstock.testing.problem import make_spec

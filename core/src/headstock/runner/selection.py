@@ -20,11 +20,10 @@ from headstock.offer import Candidate
 from headstock.policy import Policy
 from headstock.render import raise_unsolved
 from headstock.requirement import Requirement
-from headstock.runner.graph import graph_bytes
 from headstock.runner.instances import FaultyBackend, Instance, Roles, load_instances, start_and_probe
 from headstock.runner.latent import expand_from, expansion_bytes
 from headstock.runner.limits import Limits
-from headstock.runner.memory import MemoryPlan, WindowPlan, plan_memory
+from headstock.runner.memory import MemoryPlan, WindowPlan, graph_bytes, plan_memory
 from headstock.runner.requirements import layer_groups
 from headstock.solver import answering
 
