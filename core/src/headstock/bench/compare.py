@@ -34,9 +34,8 @@ class Measured:
     """What one backend came to on one workload of one layer group: seconds of one layer, or why there are none.
 
     `flat` tells that it read keys in common once per row, though it can read them once for all, and `expanded` that it
-    attended to keys made of latent vectors. `host` are seconds of
-    planning, once per forward. `work` is what a layer has to do at least. `source` is the distribution and version. A
-    `failure` is a refusal, an error, or numbers that are wrong.
+    attended to keys made of latent vectors. `host` are seconds of planning, once per forward. `work` is what a layer
+    has to do at least. `source` is the distribution and version. A `failure` is a refusal, an error, or wrong numbers.
     """
 
     workload: Workload

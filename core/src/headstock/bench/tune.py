@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, product, zip_longest
 from typing import Any
 
 import torch
@@ -63,27 +63,29 @@ class Tuner:
         self.shapes = {group: config.layers[layers[0]] for group, layers in layer_groups(config).items()}
 
     def contestants(self) -> list[Contestant]:
-        """Every candidate for every role under every configuration; none where the model cannot be served.
+        """Every candidate for every role under every configuration; none where the model cannot be served."""
+        found: dict[tuple[Any, ...], Contestant] = {}
+        for each in chain.from_iterable(self._by_configuration()):
+            need = each.need
+            found.setdefault((need.group, need.role, each.name, need.page_size, need.kv_layout), each)
+        return list(found.values())
+
+    def _by_configuration(self) -> Iterator[list[Contestant]]:
+        """Who can serve each group under each configuration, the best page size first.
 
         A page size at which some of those can serve that can at a better one too, and nobody else, is left out.
         """
-        ranking = Ranking(self.policy, ())
-        groups = groups_of([cover(need, self.candidates, ranking) for need in self.needs], self.policy)
-        found: dict[tuple[Any, ...], Contestant] = {}
+        groups = groups_of([cover(need, self.candidates, Ranking(self.policy, ())) for need in self.needs], self.policy)
+        sizes = sorted(page_sizes(groups, self.policy), key=self.policy.page_rank)
         served: dict[str | None, list[set[tuple[str, ...]]]] = {}
-        for size in sorted(page_sizes(groups, self.policy), key=self.policy.page_rank):
-            for group in groups:
-                for layout in group.layouts:
-                    able = list(self._at(group, size, layout))
-                    names: set[tuple[str, ...]] = {(each.need.group, each.need.role, each.name) for each in able}
-                    if any(names <= better for better in served.setdefault(layout, [])):
-                        continue
-                    served[layout].append(names)
-                    for each in able:
-                        need = each.need
-                        key = (need.group, need.role, each.name, need.page_size, need.kv_layout)
-                        found.setdefault(key, each)
-        return list(found.values())
+        for size, group in product(sizes, groups):
+            for layout in group.layouts:
+                able = list(self._at(group, size, layout))
+                names: set[tuple[str, ...]] = {(each.need.group, each.need.role, each.name) for each in able}
+                better = served.setdefault(layout, [])
+                if not any(names <= others for others in better):
+                    better.append(names)
+                    yield able
 
     def run(
         self, grid: Sequence[Workload], budget: float = float("inf"),

@@ -48,11 +48,11 @@ class Fused(Pointwise):
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None, eps: float) -> Tensor:
         """Normalises and rotates heads [T, H, D] in place."""
         tokens, count, dim = heads.shape
-        block = min(_power_of_two(count), max(ROTATED // _power_of_two(dim), 1))
+        block = min(power_of_two(count), max(ROTATED // power_of_two(dim), 1))
         columns = -(-count // block)
         kernels.rotate[tokens, columns](
             heads, cos, sin, norm, eps, count, heads.stride(0), heads.stride(1), cos.stride(0), DIM=dim,
-            BLOCK=block, HALF=_power_of_two(dim // 2), num_warps=4,
+            BLOCK=block, HALF=power_of_two(dim // 2), num_warps=4,
         )  # fmt: skip
         return heads
 
@@ -62,7 +62,7 @@ class Fused(Pointwise):
         cos, sin = (positions.new_empty(len(positions), 1, dim, dtype=dtype) for _ in range(2))
         kernels.tables[len(positions),](
             positions, rope.frequencies, cos, sin, rope.attention_factor, HALF=dim // 2,
-            BLOCK=_power_of_two(dim // 2), num_warps=1,
+            BLOCK=power_of_two(dim // 2), num_warps=1,
         )  # fmt: skip
         return cos, sin
 
@@ -83,7 +83,7 @@ class Fused(Pointwise):
     def _norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
         """`delta` [T, H], or its parts float32 [P, T, H]."""
         tokens, width = x.shape
-        block, parts = _power_of_two(width), 0 if delta is None else len(delta) if delta.ndim == 3 else 1
+        block, parts = power_of_two(width), 0 if delta is None else len(delta) if delta.ndim == 3 else 1
         part = delta.stride(0) if delta is not None and delta.ndim == 3 else 0
         kernels.norm[tokens,](
             x, delta, weight, out, eps, width, x.stride(0), part, PARTS=parts, BLOCK=block,
@@ -95,7 +95,7 @@ def _product(layer: Linear, x: Tensor, out: Tensor, gated: bool = False) -> Tens
     """The product in as many parts as `out` [P, T, N] has, which add up to it; gated, of one part, silu(gate) × up."""
     parts, tokens, rows = out.shape
     kernels.product[rows // BLOCK_N, parts](
-        x, layer.weight, out, tokens, x.stride(0), K=x.shape[1], N=rows, BLOCK_T=max(_power_of_two(tokens), 16),
+        x, layer.weight, out, tokens, x.stride(0), K=x.shape[1], N=rows, BLOCK_T=max(power_of_two(tokens), 16),
         BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, PARTS=parts, GATED=gated, num_warps=4, num_stages=3 if gated else 5,
     )  # fmt: skip
     return out
@@ -110,5 +110,6 @@ def _is_few(layer: Linear, x: Tensor, block_n: int, block_k: int) -> bool:
     )  # fmt: skip
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n ≥ 1: kernels take their blocks in these."""
     return 1 << (n - 1).bit_length()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstock.models import moe_kernels as kernels
+from headstock.models.fused import power_of_two
 from headstock.models.moe import Experts, Router
 from headstock.models.pointwise import Pointwise
 
@@ -38,8 +39,8 @@ class FusedRouter(Router):
         kernels.choose[len(x),](
             logits, self.bias, weights, experts, config.scaling, EXPERTS=config.num_experts, TOP_K=config.top_k,
             GROUPS=config.num_groups, TOP_GROUPS=config.top_groups, SIGMOID=config.scoring == "sigmoid",
-            NORMALISED=config.normalised, BLOCK_G=_power_of_two(config.num_groups),
-            BLOCK_E=_power_of_two(config.num_experts // config.num_groups), BLOCK_K=_power_of_two(config.top_k),
+            NORMALISED=config.normalised, BLOCK_G=power_of_two(config.num_groups),
+            BLOCK_E=power_of_two(config.num_experts // config.num_groups), BLOCK_K=power_of_two(config.top_k),
             num_warps=1,
         )  # fmt: skip
         return weights, experts
@@ -85,7 +86,7 @@ class FusedExperts(Experts):
         (tokens, top_k), (count, width, outputs) = experts.shape, self.down.shape
         inner, parts = x.new_empty(tokens * top_k, width), weights.new_empty(tokens, top_k, outputs)
         slots = min(tokens * top_k, count)
-        shape = {"TOP_K": top_k, "BY_PAIR": slots < count, "BLOCK_T": max(_power_of_two(tokens), 16), "num_warps": 4}
+        shape = {"TOP_K": top_k, "BY_PAIR": slots < count, "BLOCK_T": max(power_of_two(tokens), 16), "num_warps": 4}
         kernels.gate_up[width // GATES.outputs, slots](
             x, self.gate_up, experts, inner, tokens, x.stride(0), K=outputs, N=width, BLOCK_N=GATES.outputs,
             BLOCK_K=GATES.inputs, num_stages=GATES.stages, **shape,
@@ -95,7 +96,3 @@ class FusedExperts(Experts):
             BLOCK_K=DOWN.inputs, num_stages=DOWN.stages, **shape,
         )  # fmt: skip
         return parts
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -10,6 +10,7 @@ from torch import Tensor
 from headstock.backend import BackendSpec
 from headstock.batch import ForwardBatch
 from headstock.kv.mirror import Mirror
+from headstock.models.fused import power_of_two
 from headstock.runner import fused_kernels as kernels
 from headstock.runner.refresh import GroupPages, Refresh
 
@@ -33,10 +34,10 @@ class FusedRefresh(Refresh):
         """Fills a batch's tensors in place from its rows' slots and lengths, int64 [B] on the device."""
         assert batch.page_table is not None, "graphs are of paged batches"
         width, window = batch.page_table.shape[1], 0 if pages.of is None else spec.window
-        block = min(_power_of_two(width), 1024)
+        block = min(power_of_two(width), 1024)
         kernels.derive[batch.num_reqs, -(-width // block)](
             slots, lens, pages.table, pages.of, batch.page_table, batch.seq_lens, batch.positions, batch.out_cache_loc,
-            pages.table.shape[1], width, WINDOW=window, N=batch.query_len, NEW=_power_of_two(batch.query_len),
+            pages.table.shape[1], width, WINDOW=window, N=batch.query_len, NEW=power_of_two(batch.query_len),
             PAGE=batch.page_size, BLOCK=block, num_warps=4,
         )  # fmt: skip
 
@@ -47,7 +48,7 @@ def greedy(logits: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
     `kept` [R, vocab] takes a copy of the logits on the way.
     """
     rows, size = logits.shape
-    block = min(_power_of_two(size), PART)
+    block = min(power_of_two(size), PART)
     parts = -(-size // block)
     peaks = logits.new_empty(rows, parts, dtype=torch.float32)
     places, tokens = (logits.new_empty(shape, dtype=torch.int64) for shape in ((rows, parts), (rows,)))
@@ -56,9 +57,5 @@ def greedy(logits: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
         logits, kept, peaks, places, size, logits.stride(0), 0 if kept is None else kept.stride(0), BLOCK=block,
         num_warps=4,
     )  # fmt: skip
-    kernels.greatest[rows,](peaks, places, tokens, failed, parts, BLOCK=_power_of_two(parts), num_warps=4)
+    kernels.greatest[rows,](peaks, places, tokens, failed, parts, BLOCK=power_of_two(parts), num_warps=4)
     return tokens, failed
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
