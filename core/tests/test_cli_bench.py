@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import sys
@@ -85,6 +86,17 @@ def test_bench_is_a_table_for_people_and_a_document_for_programs(headstock):
     assert [each["backend"] for each in document["figures"]] == ["quick"]
     assert document["packages"]["pair-dist"] == "1.5"
     assert document["model"] == "config.json: 2 layers, 4/2 heads × 8"
+
+
+@pytest.mark.parametrize(
+    "command", [("bench", "decode:1x8", "--rounds", 1), ("tune", *GRID), ("diagnose", "decode:1x8")]
+)
+def test_what_backends_print_stays_out_of_documents(headstock, tmp_path, command):
+    [module] = (tmp_path / "site").glob("*.py")
+    module.write_text(PLUGIN.replace("        timing.time", "        print('a kernel')\n        timing.time"))
+    _, out, err = headstock(*command, "--json")
+    assert json.loads(out)["version"] == 1
+    assert "a kernel" in err
 
 
 OPTIONS = """
@@ -223,6 +235,23 @@ def test_tune_keeps_a_profile_and_explain_shows_its_figures(headstock, tmp_path)
     assert without == before
 
 
+def test_tune_says_what_it_replaces_before_it_measures(headstock, tmp_path):
+    def tune(*grid):
+        return headstock("tune", *grid, "--profile-file", "p")[2].splitlines(), len(read(tmp_path / "p").points)
+
+    told, whole = tune(*GRID)
+    assert told == [f"profile: p, {whole} figures"]
+    os.utime(tmp_path / "p", (1e9, 1e9))
+    (notice, last), fewer = tune("--grid", "decode:1x16", "--grid", "extend:1x8")
+    assert fewer < whole
+    assert notice.startswith(f"notice: p has {whole} figures of 2001-09-09, which this run replaces; ")
+    assert last == f"profile: p, {fewer} figures"
+    os.utime(tmp_path / "p", (1e11, 1e11))
+    assert f" figures of {datetime.date.today()}, which" in tune(*GRID)[0][0]
+    (tmp_path / "p").write_text("my notes", encoding="utf-8")
+    assert "notice: p has something that is no profile, which this run replaces" in tune(*GRID)[0][0]
+
+
 def test_an_interrupted_tune_leaves_the_profile_as_it_was_and_says_so(headstock, tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -231,7 +260,7 @@ def test_an_interrupted_tune_leaves_the_profile_as_it_was_and_says_so(headstock,
     monkeypatch.setattr("headstock.bench.tune.by_turns", interrupted)
     code, out, err = headstock("tune", *GRID, "--profile-file", "p")
     assert (code, out) == (130, "")
-    assert err.startswith("interrupted: no profile was written")
+    assert "interrupted: no profile was written" in err
     assert (tmp_path / "p").read_text(encoding="utf-8") == "before"
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
+import torch
 
 MANIFEST = """
 from headstock import Capabilities, Offer, hookimpl
@@ -48,7 +50,8 @@ def plugin(tmp_path):
         (tmp_path / "mine_backend.py").write_text(BACKEND.replace("FAULT", fault), encoding="utf-8")
         info = tmp_path / "mine-1.0.dist-info"
         info.mkdir(exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n", encoding="utf-8")
+        requires = "Requires-Dist: jinja2>=3\nRequires-Dist: no-such-package; python_version < '3'\n"
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n{requires}", encoding="utf-8")
         (info / "entry_points.txt").write_text("[headstock]\nmine = mine\n", encoding="utf-8")
         command = [sys.executable, "-c", "from headstock.cli.main import main; main()", "check", "mine", *arguments]
         environment = {"PYTHONPATH": str(tmp_path), "PATH": "", "OMP_NUM_THREADS": "1", "HEADSTOCK_PLUGINS": "mine"}
@@ -64,6 +67,9 @@ def test_a_sound_backend_passes_and_its_prints_stay_out_of_the_report(plugin, tm
     assert report["passed"]
     assert {case["status"] for case in report["cases"]} == {"passed", "refused"}
     assert "a kernel that prints" in done.stderr
+    known = {"mine": "1.0", "jinja2": version("jinja2"), "torch": torch.__version__, "backend": "mine"}
+    assert known.items() <= report["environment"].items()
+    assert "no-such-package" not in report["environment"]
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "decode-paged-matches-1-of-1" in page
 

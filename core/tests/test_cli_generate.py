@@ -150,6 +150,32 @@ def test_a_prompt_is_answered_as_a_chat_or_continued(generate, directly):
     assert generate("Hello", "--raw", "--max-tokens", 12, "--quiet") == (0, raw + "\n", "")
 
 
+OBSERVER = """
+
+@hookimpl
+def on_decision(decision):
+    print("an observer decides")
+
+@hookimpl
+def before_forward(batch):
+    print("an observer before")
+
+@hookimpl
+def after_forward(batch):
+    print("an observer after")
+"""
+
+
+def test_what_plugins_print_stays_out_of_the_answers(generate, tmp_path):
+    [module] = (tmp_path / "site").glob("*.py")
+    module.write_text(BACKEND.replace("metadata = None", "metadata = print('a kernel')") + OBSERVER, encoding="utf-8")
+    code, out, err = generate("Hello", "--raw", "--max-tokens", 3, "--json")
+    assert code == 0
+    assert (answer := json.loads(out))["tokens"] == 3
+    assert {"an observer decides", "an observer before", "an observer after", "a kernel"} <= set(err.splitlines())
+    assert generate("Hello", "--raw", "--max-tokens", 3, "--quiet")[1] == answer["text"] + "\n"
+
+
 def test_flags_reach_the_sampler(generate, directly):
     flags = ["--temperature", 1.5, "--top-k", 50, "--top-p", 0.9, "--min-p", 0.01, "--seed", 5, "--max-tokens", 20]
     params = SamplingParams(temperature=1.5, top_k=50, top_p=0.9, min_p=0.01, seed=5, max_tokens=20)

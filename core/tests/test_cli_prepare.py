@@ -32,6 +32,7 @@ class Quick(AttentionBackend):
         with COMPILED.with_suffix(".specs").open("a") as specs:
             print(spec, file=specs)
         kernel = f"{{spec.device}} {{spec.compute_capability}} {{spec.num_sms}} {{spec.dtype}} {{spec.head_dim}}"
+        print("a compiler that prints")
         done = json.loads(COMPILED.read_text()) if COMPILED.exists() else []
         if kernel in done:
             return

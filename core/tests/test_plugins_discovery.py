@@ -9,12 +9,14 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
 from headstock import discover, plugins
 from headstock.offer import API_VERSION, Fault
 from headstock.plugins import entry_points, installed
+from headstock.prints import stdout_to_stderr
 
 OFFER = """
 from headstock import ANY, Capabilities, Offer, hookimpl
@@ -389,13 +391,31 @@ def test_plugins_are_found_from_any_thread(site):
     assert found == {"alpha": True, "broken": False}
 
 
-def test_what_a_process_of_a_plugin_prints_does_not_reach_standard_output(site):
-    site.add("shell", "import os; os.system('echo from a process'); os.write(1, b'from C')\n" + OFFER)
+def test_what_a_process_or_c_code_of_a_plugin_prints_does_not_reach_standard_output(site):
+    prints = "os.system('echo from a process'); os.write(1, b'from a descriptor'); ctypes.CDLL(None).puts(b'from C')"
+    held_back = "print('from the stream beneath', file=sys.__stdout__)"
+    site.add("shell", f"import ctypes, os, sys; {prints}; {held_back}\n" + OFFER)
     code = "from headstock import discover; print([each.name for each in discover()])"
-    done = site.run(code, HEADSTOCK_PLUGINS="shell")
+    done = site.run(code, HEADSTOCK_PLUGINS="shell", PYTHONUNBUFFERED="")  # which would have C hold nothing back
     assert done.stdout == "['name']\n"
-    assert "from a process" in done.stderr
-    assert "from C" in done.stderr
+    for printed in ("from a process", "from a descriptor", "from C", "from the stream beneath"):
+        assert printed in done.stderr
+
+
+def test_standard_output_is_as_it_was_once_no_thread_keeps_it_apart(capfd):
+    print("before")
+    with ExitStack() as first, ExitStack() as last:
+        first.enter_context(stdout_to_stderr())
+        last.enter_context(stdout_to_stderr())  # in another thread, these do not end in the opposite order
+        first.close()
+        print("within")
+        os.system("echo a process within")
+        last.close()
+        print("after")
+        os.system("echo a process after")
+    out, err = capfd.readouterr()
+    assert out.splitlines() == ["before", "after", "a process after"]
+    assert err.splitlines() == ["within", "a process within"]
 
 
 def test_candidates_know_their_plugin_and_do_not_tell_it_in_documents(site):

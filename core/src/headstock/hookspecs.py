@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from headstock.batch import ForwardBatch
     from headstock.decision import Decision
     from headstock.offer import Offer
-    from headstock.runner.graph import CaptureReport
+    from headstock.runner.captured import CaptureReport
 
 hookspec = pluggy.HookspecMarker("headstock")
 hookimpl = pluggy.HookimplMarker("headstock")

@@ -13,7 +13,8 @@ import pydantic
 from headstock.backend import AttentionBackend
 from headstock.errors import PluginError
 from headstock.offer import Candidate, Offer, describe_validation_error, own_names
-from headstock.plugins import describe_fault, stdout_to_stderr
+from headstock.plugins import describe_fault
+from headstock.prints import stdout_to_stderr
 
 if TYPE_CHECKING:
     from headstock.kv.layout import KVLayout

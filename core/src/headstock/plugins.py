@@ -5,7 +5,6 @@ The entry-point group is `headstock`; the key is the plugin's name, the value a 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
 import os
@@ -13,7 +12,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from types import ModuleType
@@ -25,6 +24,7 @@ import pydantic
 from headstock import hookspecs
 from headstock.errors import HeadstockError
 from headstock.offer import API_VERSION, Candidate, Fault, Offer, canonical, describe_validation_error
+from headstock.prints import stdout_to_stderr
 from headstock.requires import missing_packages
 
 GROUP = "headstock"
@@ -276,44 +276,29 @@ def _source(point: metadata.EntryPoint) -> str:
     return (point.dist.name if point.dist else "") or ""
 
 
-@contextlib.contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """Keeps what a plugin prints while it is imported, or has C code or a process print, out of what programs read."""
-    try:
-        stdout = os.dup(1)
-    except OSError:  # closed, so that nobody reads it
-        yield
-        return
-    try:
-        os.dup2(2, 1)
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-
-
 class Observers:
     """The healthy plugins' hooks that watch a run. One that raises is told of, once, and not called again."""
 
     def __init__(self, plugins: Iterable[Plugin], tell: Callable[[str], None]):
         self._tell = tell
-        self._watching: list[tuple[Plugin, pluggy.PluginManager]] = []
+        self._watching: dict[str, list[tuple[Plugin, pluggy.PluginManager]]] = {}
         for plugin in plugins:
             if plugin.implementation is not None and plugin.fault is None:
                 manager = pluggy.PluginManager(GROUP)
                 manager.add_hookspecs(hookspecs)
                 manager.register(plugin.implementation, plugin.name)
-                self._watching.append((plugin, manager))
+                for hook in plugin.hooks:
+                    self._watching.setdefault(hook, []).append((plugin, manager))
 
     def notify(self, hook: str, **arguments: Any) -> None:
         """Calls `hook` of every plugin that implements it."""
-        for plugin, manager in [each for each in self._watching if hook in each[0].hooks]:
+        for plugin, manager in tuple(self._watching.get(hook, ())):
             try:
                 getattr(manager.hook, hook)(**arguments)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
-                self._watching.remove((plugin, manager))
+                for each in plugin.hooks:
+                    self._watching[each].remove((plugin, manager))
                 source = f"{plugin.name} ({plugin.distribution} {plugin.version})"
                 self._tell(f"{hook} of the plugin {source} failed and is left out: {describe_fault(error).what}")

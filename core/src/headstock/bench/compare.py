@@ -17,8 +17,9 @@ from headstock.errors import HeadstockError
 from headstock.models.config import LayerShape, ModelConfig
 from headstock.negotiate import negotiate
 from headstock.offer import Candidate
-from headstock.plugins import describe_fault, stdout_to_stderr
+from headstock.plugins import describe_fault
 from headstock.policy import Policy
+from headstock.prints import stdout_to_stderr
 from headstock.requirement import Requirement
 from headstock.runner.requirements import layer_groups
 

@@ -14,7 +14,8 @@ from headstock.decision import Choice, Decision
 from headstock.device import Device
 from headstock.models.config import ModelConfig
 from headstock.offer import Candidate
-from headstock.plugins import describe_fault, stdout_to_stderr
+from headstock.plugins import describe_fault
+from headstock.prints import stdout_to_stderr
 from headstock.runner.requirements import layer_groups
 
 KEYS, TOKENS = 1024, 512

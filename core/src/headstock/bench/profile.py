@@ -5,13 +5,15 @@ It is used for nothing else. Torch-free: `explain` reads it.
 
 from __future__ import annotations
 
+import datetime
 import errno
 import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from types import MappingProxyType
@@ -170,16 +172,30 @@ def check_writable(file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with suppress(FileNotFoundError):
+            file.stat()  # raises for links in a circle, which are a file that is not there to all who only ask
         if file.exists() and not file.is_file():
             raise OSError(errno.EINVAL, "it is a device or a pipe, which a file would replace")
         tempfile.TemporaryFile(dir=file.parent).close()
+
+
+def contents(file: Path) -> str:
+    """What lies where a profile is to be written, in words; empty where nothing does."""
+    if not file.exists():
+        return ""
+    try:
+        figures = len(read(file).points)
+    except HeadstockError:
+        return "something that is no profile"
+    written = min(max(file.stat().st_mtime, 0), time.time())  # a file system may tell of years that no calendar has
+    return f"{figures} figures of {datetime.date.fromtimestamp(written)}"
 
 
 def save(profile: Profile, file: Path) -> None:
     """Writes a profile whole or not at all; HeadstockError where the file cannot be written."""
     check_writable(file)
     file = file.resolve()  # what a link points to is replaced, not the link
-    with _refusing(file), tempfile.TemporaryDirectory(prefix=file.name, dir=file.parent) as folder:
+    with _refusing(file), tempfile.TemporaryDirectory(dir=file.parent) as folder:
         part = Path(folder, file.name)
         part.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
         os.replace(part, file)

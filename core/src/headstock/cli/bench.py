@@ -23,6 +23,7 @@ from headstock.errors import HeadstockError
 from headstock.models.embedded import embedded_model
 from headstock.offer import Candidate
 from headstock.plugins import discover
+from headstock.prints import stdout_to_stderr
 
 if TYPE_CHECKING:
     from headstock.models.config import ModelConfig
@@ -87,7 +88,7 @@ def bench(
     device, options = Device.open(settings.choices.device), own_options(settings.limits.backend_option, discover())
     graph = False if eager else None
     comparison = Comparison(config, needs, candidates, policy, device, options=options, graph=graph, rounds=rounds)
-    with progress(not json and sys.stderr.isatty()) as report:
+    with stdout_to_stderr(), progress(not json and sys.stderr.isatty()) as report:
         measured = comparison.run(loads, measuring(report))
     limits = measure_limits(device, needs[0].dtype)
     where = _where(settings, shape, config, hardware, needs[0].dtype)

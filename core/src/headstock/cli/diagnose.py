@@ -17,6 +17,7 @@ from headstock.errors import HeadstockError
 from headstock.models.embedded import embedded_model
 from headstock.negotiate import negotiate
 from headstock.plugins import discover
+from headstock.prints import stdout_to_stderr
 from headstock.render import raise_unsolved
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def diagnose(settings: Settings, workloads: Workloads = None, from_trace: Record
     device = Device.open(settings.choices.device)
     options = own_options(settings.limits.backend_option, candidates)
     diagnosis = Diagnosis(config, decision, candidates, device, options=options)
-    with progress(not json and sys.stderr.isatty()) as report:
+    with stdout_to_stderr(), progress(not json and sys.stderr.isatty()) as report:
         tell = measuring(report)
         found = diagnosis.of_trace(forwards, tell) if forwards else diagnosis.of_workloads(loads, tell)
     if json:

@@ -25,6 +25,7 @@ from headstock.engine.sampling import SamplingParams
 from headstock.errors import HeadstockError, PluginError
 from headstock.negotiate import negotiate
 from headstock.plugins import describe_fault, installed
+from headstock.prints import stdout_to_stderr
 from headstock.render import raise_unsolved
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _load(
     from headstock.runner.runner import ModelRunner
 
     dtype: Any = needs[0].dtype
-    with progress(shown) as report:
+    with stdout_to_stderr(), progress(shown) as report:
         folder = model_folder(choices.model, dtype, progress=report)
         tokenizer = Tokenizer.from_folder(folder)
         ids = encode(prompts, tokenizer, raw, model_config(folder), needs[0].max_context)
@@ -177,7 +178,9 @@ def _run(
     with progress(bar) as report:
         try:
             while engine.busy and not interrupted():
-                for output in engine.step():
+                with stdout_to_stderr():
+                    outputs = engine.step()
+                for output in outputs:
                     answers.take(asked[output.request], output)
                 if report:
                     said = describe(engine.stats, time.perf_counter() - started)

@@ -17,6 +17,7 @@ from headstock.models.embedded import embedded_model
 from headstock.negotiate import negotiate
 from headstock.offer import own_names
 from headstock.plugins import discover
+from headstock.prints import stdout_to_stderr
 from headstock.render import raise_unsolved
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def prepare(settings: Settings, assume_gpu: AssumeGPU = None) -> None:
     limits, rows = settings.limits, settings.limits.max_batch
     started, shown = time.perf_counter(), sys.stderr.isatty()
     device = _device(settings, assume_gpu)
-    with progress(shown) as bars:
+    with stdout_to_stderr(), progress(shown) as bars:
         prepared = Preparation(
             model_config(settings.choices.model or embedded_model()),
             device,

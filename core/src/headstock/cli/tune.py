@@ -19,6 +19,7 @@ from headstock.errors import HeadstockError
 from headstock.models.embedded import embedded_model
 from headstock.negotiate import negotiate
 from headstock.plugins import discover
+from headstock.prints import stdout_to_stderr
 from headstock.render import explain as account
 from headstock.render import raise_unsolved
 
@@ -36,7 +37,8 @@ def tune(settings: Settings, budget: Budget = "60s", grid: Grid = None, json: JS
     """Measures the backends that can serve a model on this machine, and keeps the figures as a profile.
 
     From then on negotiation ranks by them. The profile is of this device, this shape of model and these versions of
-    packages, and is used for no others. What is fixed by flags or the configuration file is all that is measured.
+    packages, and is used for no others. What is fixed by flags or the configuration file is all that is measured. A
+    profile that is there already is replaced whole.
     """
     from headstock.bench.tune import Tuner, default_grid, parse_budget
 
@@ -59,7 +61,7 @@ def tune(settings: Settings, budget: Budget = "60s", grid: Grid = None, json: JS
     if shared := [load.name for load in loads if load.shared]:
         raise HeadstockError("tune measures no shared prefixes", given=shared[0], works="decode and extend")
 
-    from headstock.bench.profile import check_writable, save
+    from headstock.bench.profile import check_writable, contents, save
     from headstock.device import Device
     from headstock.load import own_options
 
@@ -69,9 +71,11 @@ def tune(settings: Settings, budget: Budget = "60s", grid: Grid = None, json: JS
         raise_unsolved(decision)
     file = choices.profile_file or default_file(machine, needs)
     check_writable(file)
+    if there := contents(file):
+        note(f"notice: {file} has {there}, which this run replaces; another --profile-file keeps that")
     tuner = Tuner(config, needs, candidates, policy, Device.open(choices.device), options=options)
     try:
-        with progress(not json and sys.stderr.isatty()) as report:
+        with stdout_to_stderr(), progress(not json and sys.stderr.isatty()) as report:
             tuned = tuner.run(loads, seconds, measuring(report))
     except KeyboardInterrupt:
         note("interrupted: no profile was written; a smaller --budget ends sooner and keeps what was measured")
@@ -97,7 +101,7 @@ def tune(settings: Settings, budget: Budget = "60s", grid: Grid = None, json: JS
         note(f"notice: not measured any further: {failure}")
     if tuned.left:
         note(f"notice: {tuned.left} of {tuned.left + tuned.measured} workloads were left out; --budget gives more time")
-    note(f"profile: {file}")
+    note(f"profile: {file}, {len(profile.points)} figures")
 
 
 def _ordered(points: list[Point]) -> list[Point]:

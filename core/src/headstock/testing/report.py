@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import headstock
+from headstock.bench.machine import packages
 from headstock.capabilities import AXES
 from headstock.testing.suite import Outcome, Suite
 
@@ -60,11 +61,11 @@ def axes(suite: Suite, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def environment(suite: Suite) -> dict[str, str]:
-    """What the suite ran on."""
+    """What the suite ran on, with the versions of the backend's distribution and of what that requires."""
     import torch
 
     device = suite.device
-    return {
+    return packages([suite.candidate]) | {
         "backend": suite.offer.name,
         "source": suite.candidate.source,
         "device": device.name + (f", sm_{device.compute_capability}" if device.compute_capability else ""),
