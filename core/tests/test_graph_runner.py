@@ -18,7 +18,8 @@ from headstock.kv.sharing import Run
 from headstock.layer import AttentionLayer
 from headstock.models.config import ModelConfig
 from headstock.models.llama import Llama
-from headstock.runner.graph import CaptureReport, Fallback, GraphBackend, GraphRunner
+from headstock.runner.captured import CaptureReport
+from headstock.runner.graph import Fallback, GraphBackend, GraphRunner
 from headstock.runner.levels import Shared
 from headstock.runner.limits import bucket_sizes
 from headstock.runner.refresh import GroupPages

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -69,7 +71,7 @@ def test_a_slot_that_is_not_open_is_refused(slot):
     assert pages.open() == 0
     for use in (
         pages.close, lambda slot: pages.reserve({slot: 1}), lambda slot: pages.advance(slot, 1),
-        lambda slot: pages.grow([0, slot], 1),
+        lambda slot: pages.grow([0, slot], [1, 1]),
     ):  # fmt: skip
         with pytest.raises(HeadstockError, match="no request is open"):
             use(slot)
@@ -257,19 +259,44 @@ def test_a_mirror_is_the_table_whatever_has_changed_and_however_it_is_sent(data)
 def test_growing_refuses_what_has_no_room_left_and_rows_that_were_closed_or_released():
     pages = table(num_pages=20, max_context=22)
     one, two, three = (pages.open(owner=owner) for owner in ("theirs", "ours", "theirs"))
-    pages.commit(*pages.grow([one, two, three], [22, 21, 4]))
-    pages.commit(*pages.grow([two], 1))
+    pages.commit([one, two, three], pages.grow([one, two, three], [22, 21, 4]))
+    pages.commit([two], pages.grow([two], [1]))
     for slots in ([one, three], [two]):
         with pytest.raises(RequestError, match="23 tokens in a context of 22"):
-            pages.grow(slots, 1)
+            pages.grow(slots, [1] * len(slots))
     for give_back, slot in ((lambda: pages.close(three), three), (lambda: pages.release("ours"), two)):
         give_back()
         with pytest.raises(HeadstockError, match=f"no request is open in this slot; given: {slot}"):
-            pages.grow([slot], 1)
+            pages.grow([slot], [1])
     for slot in (1.0, "1"):
         with pytest.raises(TypeError):
-            pages.grow([slot], 1)
+            pages.grow([slot], [1])
     assert list(pages.lengths) == [22, 0, 0]
+
+
+@pytest.mark.parametrize("lines", range(1, 5))
+def test_an_interruption_finds_all_rows_of_a_step_counted_or_none(lines):
+    pages = table()
+    slots = pages.open(), pages.open()
+    lengths, left = pages.grow(slots, [3, 5]), lines
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_name != "commit":
+            return None
+        left -= event == "line"
+        if left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        pages.commit(slots, lengths)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    assert [pages.length(slot) for slot in slots] in ([0, 0], [3, 5])
 
 
 @settings(deadline=None)
@@ -304,10 +331,10 @@ def test_growing_is_reserving_for_every_row_and_counting_when_told(data):
                 grown.grow(slots, counts)
             assert [grown.lengths[slot] for slot in held] == [reserved.lengths[slot] for slot in held]
             continue
-        rows, lengths = grown.grow(slots, 1 if set(counts) == {1} else counts)
-        assert dict(zip(rows.tolist(), lengths.tolist(), strict=True)) == wanted
+        lengths = grown.grow(slots, counts)
+        assert dict(zip(slots, lengths, strict=True)) == wanted
         if data.draw(st.booleans()):  # a step that fails counts nothing
-            grown.commit(rows, lengths)
+            grown.commit(slots, lengths)
             for slot, count in zip(slots, counts, strict=True):
                 reserved.advance(slot, count)
         assert torch.equal(grown.rows(range(4), 22), reserved.rows(range(4), 22))

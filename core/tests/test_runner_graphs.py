@@ -24,7 +24,7 @@ from headstock.fusing import Fusing
 from headstock.models.config import ModelConfig
 from headstock.plugins import Plugin
 from headstock.policy import Policy
-from headstock.runner.graph import CaptureReport
+from headstock.runner.captured import CaptureReport
 from headstock.testing.specimen import OFFER, Specimen
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
@@ -210,6 +210,19 @@ def test_logits_are_to_keep_and_those_of_a_step_are_until_the_next():
     assert not torch.equal(first, done.logits)
 
 
+@pytest.mark.parametrize("graph", ["on", "off"])
+def test_the_rows_of_a_step_are_any_sequence(graph):
+    ours, told = runner(graph=graph), []
+    for kind in (list, tuple):
+        slots = kind(ours.pages.open() for _ in range(3))
+        ours.forward(slots, kind([[1, 2], [3], [4]]))
+        told.append(ours.forward(slots, kind([(5,), (6,), (7,)])))
+        assert [ours.pages.length(slot) for slot in slots] == [3, 2, 2]
+        for slot in slots:
+            ours.pages.close(slot)
+    assert torch.equal(*told)
+
+
 def test_as_many_tokens_as_rows_are_no_decode_step_where_a_row_has_none():
     ours = runner()
     slots = [ours.pages.open() for _ in range(2)]
@@ -249,6 +262,45 @@ def test_all_that_a_backend_does_is_done_while_its_device_is_the_active_one(monk
     ours.forward([slot], [[3]])
     assert ours.graphs.replays == {GraphBucket(1): 1}
     assert Placed.active == 0
+
+
+class Staging(Specimen):
+    """A backend that stages lengths in memory which it makes when it first has to, and larger when it needs more."""
+
+    staged = torch.zeros(0)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        if len(self.staged) < batch.num_reqs:
+            self.staged = batch.seq_lens.clone()
+        self.staged[: batch.num_reqs].copy_(batch.seq_lens)
+        super().init_forward_metadata(batch)
+
+
+def test_a_replays_plan_may_write_to_what_an_eager_steps_made():
+    ours = runner(offers=[Offer(name="staging", backend=Staging, capabilities=OFFER.capabilities)])
+    [backend] = {instance.backend for instance in ours.instances}
+    slots = [ours.pages.open() for _ in range(3)]
+    for slot in slots:
+        ours.forward([slot], [[1]])
+    backend.staged = torch.zeros(0)
+    ours.forward(slots[:2], [[1, 2], [3, 4]])
+    assert len(backend.staged) == 2, "made by an eager step"
+    replays = ours.graphs.replays.total()
+    ours.forward(slots[:1], [[4]])
+    assert ours.graphs.replays.total() == replays + 1
+    assert backend.staged[0] == 4
+
+
+@pytest.mark.parametrize("config", ["full", "mixed"])
+def test_a_runner_made_in_inference_mode_runs_outside_of_it_too(config):
+    with torch.inference_mode():
+        ours = runner(config)
+    told = []
+    for each in (ours, runner(config)):
+        slot = each.pages.open()
+        told.append([each.forward([slot], [tokens]) for tokens in ([*range(9)], [1], [2], [3], [4])])
+    assert ours.graphs.replays.total() == 4
+    torch.testing.assert_close(*told)
 
 
 def test_graphs_are_a_wish_on_a_gpu_and_on_a_cpu_only_when_asked_for():
@@ -298,6 +350,13 @@ def test_memory_for_graphs_is_planned_before_the_cache():
     assert ours.memory.graphs > 0
     assert runner(page_size=1).memory.graphs > ours.memory.graphs, "tables of four times as many pages"
     assert any(line.startswith("graphs") for line in ours.memory.lines())
+
+
+def test_graphs_that_take_more_than_planned_are_told_with_what_else_may_count(monkeypatch):
+    monkeypatch.setattr("headstock.runner.selection.graph_bytes", lambda *_: 1)
+    [notice] = runner().notices
+    assert "0 MiB were planned for" in notice
+    assert "what other processes took meanwhile counts too" in notice
 
 
 def test_what_keeps_kernels_from_being_fused_is_told(monkeypatch):

@@ -61,6 +61,21 @@ def test_a_host_that_runs_ahead_waits_until_what_it_wrote_is_fetched():
     assert [each.tolist() for each in kept] == [each + [1] * (4 - len(each)) for each in lens]
 
 
+@pytest.mark.parametrize("levels", [0, 1])
+def test_what_the_host_was_told_of_a_step_stays_while_it_runs_one_ahead(levels):
+    bucket = GraphBucket(2, 1, levels)
+    spec = make_spec({"graph_buckets": (bucket,), "max_levels": levels, "max_context": CONTEXT}, [1])
+    table = torch.zeros(SLOTS + 1, CONTEXT // spec.page_size, dtype=torch.int32)
+    static, told = StaticStep(Device.open("cpu"), {"all": (spec, GroupPages(table))}), []
+    for length in (9, 10, 11):
+        shared = Shared([0, 1], {"all": ((Run(2, (1,) * (length - 9)),),)})
+        batch = static.fill(bucket, [0, 1], [length] * 2, "replay", [1, 2], shared)["all"]
+        told.append((batch.seq_lens_cpu, *(level.page_indptr_cpu for level in batch.shared_levels)))
+        for ago, (lens, *indptr) in enumerate(reversed(told[-2:])):
+            assert lens.tolist() == [length - ago] * 2
+            assert [each.tolist()[1] for each in indptr] == [length - ago - 9] * levels
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @given(data=st.data())
 @settings(deadline=None)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstock.batch import Ints
 from headstock.device import Device
 from headstock.errors import HeadstockError, OutOfPages, RequestError
 from headstock.kv.allocator import NOBODY, PageAllocator
@@ -40,7 +39,7 @@ class PageTable:
         self.windows: Mapping[int, WindowPages] = windows or {}
         self.lengths = array("q", [0] * max_requests)
         self._lengths = np.frombuffer(self.lengths, dtype=np.int64)  # the same memory
-        self._room = np.full(max_requests, -1)  # how many tokens each can come to before `reserve` has work; -1: closed
+        self._room = [-1] * max_requests  # how many tokens each can come to before `reserve` has work; -1: closed
         self._pages: list[list[int]] = [[] for _ in range(max_requests)]
         self._shared = [0] * max_requests  # how many pages at the start of each row the prefix cache owns
         self._free_slots = list(range(max_requests - 1, -1, -1))
@@ -178,25 +177,29 @@ class PageTable:
             )  # fmt: skip
         self.lengths[slot] += num_tokens
 
-    def grow(self, slots: Sequence[int], counts: Sequence[int] | int) -> tuple[Ints, Ints]:
+    def grow(self, slots: Sequence[int], counts: Sequence[int]) -> list[int]:
         """Makes room for so many more tokens of each row, as `reserve` does, and counts none of them as cached.
 
-        Returns the slots and the tokens that each then has, int64 [B], for `commit`.
+        Returns the tokens that each then has, for `commit`.
         """
+        lengths, beyond = [], {}
         try:
-            rows = np.frombuffer(array("Q", slots), dtype=np.int64)  # unsigned: no slot counts from the end
-            lengths = self._lengths[rows] + counts
-        except (IndexError, OverflowError):
+            for slot, count in zip(slots, counts, strict=True):
+                length = self.lengths[slot] + count
+                lengths.append(length)
+                if length > self._room[slot] or slot < 0:  # no slot counts from the end
+                    beyond[slot] = length
+        except IndexError:
             for slot in slots:
                 self._check_open(slot)
             raise
-        if len(beyond := (lengths > self._room[rows]).nonzero()[0]):
-            self.reserve(dict(zip(rows[beyond].tolist(), lengths[beyond].tolist(), strict=True)))
-        return rows, lengths
+        if beyond:
+            self.reserve(beyond)
+        return lengths
 
-    def commit(self, slots: Ints, lengths: Ints) -> None:
+    def commit(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Counts so many tokens of each row as cached, for which `grow` has just made room."""
-        self._lengths[slots] = lengths
+        self._lengths.put(slots, lengths)  # at once: an interruption finds all of them counted, or none
 
     def close(self, slot: int) -> None:
         """Gives the slot and its own pages back."""

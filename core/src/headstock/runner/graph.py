@@ -8,7 +8,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,14 +15,16 @@ from torch import Tensor
 
 from headstock.backend import AttentionBackend, BackendSpec, GraphBucket, GraphFallback
 from headstock.batch import ForwardBatch
-from headstock.device import Device, DeviceGraph, GraphPool
+from headstock.device import Device, GraphPool
 from headstock.errors import HeadstockError
 from headstock.kv.mirror import Mirror
 from headstock.plugins import Observers, describe_fault
+from headstock.runner.captured import Captured, CaptureReport, Done
+from headstock.runner.host_inputs import Rows
 from headstock.runner.levels import Shared
 from headstock.runner.refresh import GroupPages
 from headstock.runner.sampler import Sampled, greedy
-from headstock.runner.static_batch import Rows, StaticStep
+from headstock.runner.static_batch import StaticStep
 from headstock.runner.step import Steps
 
 Run = Callable[[Tensor, Tensor, Mapping[str, ForwardBatch], Tensor | None], Tensor]
@@ -60,34 +61,6 @@ class Fallback(NamedTuple):
         return self.reason
 
 
-class Done(NamedTuple):
-    """What a step came to: logits [R, vocab], and where a graph was replayed the greedy token of each row too.
-
-    The next replay writes over what this one left: `ModelRunner.forward` gives logits to keep.
-    """
-
-    logits: Tensor
-    sampled: Sampled | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureReport:
-    """What one captured size cost: seconds, device bytes, and why it has no graph, if it has none."""
-
-    bucket: GraphBucket
-    seconds: float
-    num_bytes: int
-    failure: str = ""
-
-
-@dataclass(slots=True)
-class _Captured:
-    graph: DeviceGraph
-    logits: Tensor
-    sampled: Sampled
-    described: Mapping[str, Mapping[str, str | int | bool]]
-
-
 class GraphRunner:
     """Every captured decode step of a model, over buffers that all sizes share.
 
@@ -95,7 +68,8 @@ class GraphRunner:
     one memory pool. Afterwards `step` replays the smallest size that holds a batch, counted in `replays`. What cannot
     be replayed is counted in `fallbacks` by its reason, and the caller runs it eagerly. Each replay brings `mirrors` up
     to date; `observers` hear of each forward. `buffer_bytes` are the buffers', with the graphs that refresh them. One
-    of the `backends` serves each bucket and layer group: `serving`; and `batches` has its batch.
+    of the `backends` serves each bucket and layer group: `serving`; and `batches` has its batch. `levels` of shared
+    prefixes are the most that any graph reads.
     """
 
     def __init__(
@@ -109,7 +83,6 @@ class GraphRunner:
         self.device, self.backends, self.run = device, backends, run
         self.observers = observers or Observers([], lambda notice: None)
         self.fallbacks: Counter[Fallback] = Counter()
-        self.replays: Counter[GraphBucket] = Counter()
         self.reports: list[CaptureReport] = []
         before = device.free_memory()
         with _quiet_gc():
@@ -127,7 +100,8 @@ class GraphRunner:
         for bucket in reversed(self.static.buckets):
             self._kinds.setdefault(bucket[1:], []).append(bucket)
         self._logits: Tensor | None = None  # of every size: those in a graph's pool would be kept once for each
-        self._captured: dict[GraphBucket, _Captured] = {}
+        self.levels = 0
+        self._captured: dict[GraphBucket, Captured] = {}
         self._failures: dict[GraphBucket, str] = {}
 
     def capture(self, report: Callable[[CaptureReport], None] = lambda report: None) -> list[CaptureReport]:
@@ -141,12 +115,13 @@ class GraphRunner:
             except (Exception, SystemExit) as error:
                 broken |= dict.fromkeys(own, error)
         pool = self.device.graph_pool()
-        with torch.inference_mode(), _quiet_gc():
+        with torch.no_grad(), _quiet_gc():  # not in inference mode: replays write to what this makes
             for bucket in self.static.buckets:
                 self.reports.append(self._capture(bucket, pool, broken.get(bucket)))
                 report(self.reports[-1])
         for bucket in sorted(self._captured, key=lambda bucket: (bucket.batch, -bucket.levels)):
             self._captured[bucket] = self._captured.pop(bucket)  # in the order in which `fitting` looks
+        self.levels = max((bucket.levels for bucket in self._captured), default=0)
         return self.reports
 
     @property
@@ -161,9 +136,17 @@ class GraphRunner:
         rows = f"{len(self._captured)} captured, up to {sizes[-1]} rows" if sizes else "none captured"
         return f"{rows}, in {seconds:.1f} s and {size / 2**20:.0f} MiB"
 
+    @property
+    def replays(self) -> Counter[GraphBucket]:
+        """How many times each size was replayed, those alone that were."""
+        return Counter({bucket: each.replays for bucket, each in self._captured.items() if each.replays})
+
     def fitting(self, num_rows: int, query_len: int = 1) -> GraphBucket | None:
         """The smallest size with a graph that holds such rows, with as many levels of shared prefixes as it has."""
-        return next((b for b in self._captured if b.query_len == query_len and b.batch >= num_rows), None)
+        for bucket in self._captured:
+            if bucket.batch >= num_rows and bucket.query_len == query_len:
+                return bucket
+        return None
 
     def bucket_for(self, num_rows: int, query_len: int = 1, levels: int = 0) -> GraphBucket | None:
         """The smallest captured size that holds a batch."""
@@ -171,49 +154,40 @@ class GraphRunner:
         place = bisect_left(kind, (num_rows, query_len, levels))
         return kind[place] if place < len(kind) else None
 
-    @torch.inference_mode()
     def step(self, slots: Rows, seq_lens: Rows, tokens: Rows, shared: Shared | None = None) -> Done | None:
         """Replays one decode step: slots, keys each with the new ones, the new tokens, and what prefixes are shared.
 
         What a graph with levels cannot hold is replayed without. None where the step has to run eagerly; nothing has
         been run then.
         """
-        rows, n = len(slots), len(tokens) // len(slots)
-        fitting = self.fitting(rows, n) if shared and shared.levels else None
-        done = self._replay(GraphBucket(rows, n, fitting.levels if fitting else 0), slots, seq_lens, tokens, shared)
-        if isinstance(done, Fallback) and fitting and fitting.levels:
-            done = self._replay(GraphBucket(rows, n), slots, seq_lens, tokens, None)
-        if isinstance(done, Fallback):
-            self.fallbacks[done] += 1
-            return None
-        return done
+        if shared and shared.levels:
+            fitting = self.fitting(len(slots), len(tokens) // len(slots))
+            if fitting and fitting.levels:
+                done = self._replay(fitting.levels, slots, seq_lens, tokens, shared)
+                if isinstance(done, Done):
+                    return done
+        done = self._replay(0, slots, seq_lens, tokens)
+        if isinstance(done, Done):
+            return done
+        self.fallbacks[done] += 1
+        return None
 
     def _replay(
-        self, wanted: GraphBucket, slots: Rows, seq_lens: Rows, tokens: Rows, shared: Shared | None
+        self, levels: int, slots: Rows, seq_lens: Rows, tokens: Rows, shared: Shared | None = None
     ) -> Done | Fallback:
-        """Replays the smallest size that holds what is wanted, or says why not."""
-        bucket = self.bucket_for(wanted.batch, wanted.query_len, wanted.levels)
+        """Replays the smallest size of so many levels that holds the rows, or says why not."""
+        rows, n = len(slots), len(tokens) // len(slots)
+        bucket = self.bucket_for(rows, n, levels)
         if bucket is None:
-            return Fallback("size", f"no graph for {_described(wanted)}")
-        if bucket not in self._captured:
+            return Fallback("size", f"no graph for {_described(GraphBucket(rows, n, levels))}")
+        captured = self._captured.get(bucket)
+        if captured is None:
             return Fallback("capture", self._failures.get(bucket, "not captured"))
-        captured, batches = self._captured[bucket], self.batches[bucket]
         self.static.fill(bucket, slots, seq_lens, "replay", tokens, shared)
         try:
-            for group, each in self.serving[bucket].items():
-                each.backend.init_forward_metadata_replay_cuda_graph(batches[group])
+            return captured.replay(len(tokens), self.observers)
         except GraphFallback as fallback:
             return Fallback("backend", fallback.reason)
-        for batch in batches.values():
-            self.observers.notify("before_forward", batch=batch)
-        captured.graph.replay()
-        self.replays[bucket] += 1
-        for batch in batches.values():
-            self.observers.notify("after_forward", batch=batch)
-        logits, sampled, count = captured.logits, captured.sampled, len(tokens)
-        if count < bucket.batch * bucket.query_len:
-            logits, sampled = logits[:count], Sampled(sampled.tokens[:count], sampled.failed[:count])
-        return Done(logits, sampled)
 
     def _capture(self, bucket: GraphBucket, pool: GraphPool, broken: BaseException | None) -> CaptureReport:
         started, before = time.perf_counter(), self.device.free_memory()
@@ -234,7 +208,7 @@ class GraphRunner:
         self.device.synchronize()
         return max(before - self.device.free_memory(), 0) if self.device.torch.type != "cpu" else 0
 
-    def _record(self, bucket: GraphBucket, pool: GraphPool) -> _Captured:
+    def _record(self, bucket: GraphBucket, pool: GraphPool) -> Captured:
         """One capture as the contract has it: planned once, run twice to warm up, and recorded."""
         self.static.fill(bucket, [], [], "capture")
         batches, serving = self.batches[bucket], self.serving[bucket]
@@ -258,8 +232,11 @@ class GraphRunner:
             run()
             run()
         graph = self.device.capture(run, pool)
+        plans = [
+            (serving[group].backend.init_forward_metadata_replay_cuda_graph, each) for group, each in batches.items()
+        ]
         described = {group: dict(each.backend.describe(batches[group])) for group, each in serving.items()}
-        return _Captured(graph, *results[0], described)
+        return Captured(graph, *results[0], plans, described)
 
     def _verify(self, bucket: GraphBucket) -> None:
         """Plans a replay of the longest rows and refuses a backend that would break the laws of replays."""

@@ -41,6 +41,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[_Call] = []
 
+    @torch.inference_mode()
     def replay(self) -> None:
         """Runs every operator again, in order."""
         for function, args, kwargs, made in self._calls:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from headstock.backend import Progress as Preparation
-from headstock.batch import Ints
 from headstock.device import Device, torch_dtype
 from headstock.errors import HeadstockError
 from headstock.fusing import fusing
@@ -28,9 +27,10 @@ from headstock.offer import Candidate, Offer, own_names
 from headstock.plugins import Observers, Plugin, installed
 from headstock.policy import GRAPH_SIZES, Policy
 from headstock.runner.arguments import check_sizes, check_types, put_forward
-from headstock.runner.graph import CaptureReport, Done, GraphRunner, decode_graphs
+from headstock.runner.captured import CaptureReport, Done
+from headstock.runner.graph import GraphRunner, decode_graphs
 from headstock.runner.instances import Instance
-from headstock.runner.levels import Levels
+from headstock.runner.levels import Levels, Shared
 from headstock.runner.limits import Limits
 from headstock.runner.requirements import layer_groups, requirements
 from headstock.runner.selection import Selection
@@ -88,7 +88,7 @@ class ModelRunner:
 
         candidates, plugins = put_forward(installed() if offers is None else offers)
         self.observers = Observers(plugins, self.notices.append)
-        with self.device.active():
+        with self.device.active(), torch.inference_mode(False):  # steps write to what this makes, outside of that mode
             self._choose(candidates, policy, kv_dtype, options or {}, kv_tokens, progress)
             self.mixed: Mixed = self._split() if mixed == "auto" else mixed
             self._load_model(model, progress, seed)
@@ -185,7 +185,8 @@ class ModelRunner:
         self.notices += [f"{each.failure}: such steps run eagerly" for each in graphs.reports if each.failure]
         if (used := graphs.num_bytes) > self.memory.graphs:
             planned = f"{self.memory.graphs >> 20} MiB were planned for"
-            self.notices.append(f"the decode graphs took {used >> 20} MiB, {planned}")
+            meanwhile = "on a GPU, what other processes took meanwhile counts too"  # free memory is all a driver tells
+            self.notices.append(f"the decode graphs took {used >> 20} MiB, {planned}; {meanwhile}")
         return graphs
 
     def forward(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -213,33 +214,41 @@ class ModelRunner:
             works = f"0…{self.config.vocab_size - 1}, the model's vocabulary"
             raise HeadstockError("a token is not in the vocabulary", given=f"{min(flat)}…{max(flat)}", works=works)
         decodes = len(flat) == len(slots)
-        rows, lengths = self.pages.grow(slots, 1 if decodes else query_lens)
+        seq_lens = self.pages.grow(slots, query_lens)
         with self.device.active():
-            replayed = self._replay(self.graphs, rows, lengths, flat) if self.graphs and decodes else None
+            replayed = self._replay(self.graphs, slots, seq_lens, flat) if self.graphs and decodes else None
             done = replayed or self._eagerly(slots, tokens)
-        self.pages.commit(rows, lengths)
+        self.pages.commit(slots, seq_lens)
         return done
 
-    def _replay(self, graphs: GraphRunner, slots: Ints, seq_lens: Ints, tokens: Sequence[int]) -> Done | None:
-        bucket, shared = graphs.fitting(len(slots)), None
+    def _replay(
+        self, graphs: GraphRunner, slots: Sequence[int], seq_lens: Sequence[int], tokens: Sequence[int]
+    ) -> Done | None:
         try:
-            if bucket and bucket.levels:
-                shared = self.steps.levels.find(slots.tolist(), bucket.levels, bucket.batch)
-            return graphs.step(slots, seq_lens, tokens, shared)
+            return graphs.step(slots, seq_lens, tokens, self._shared(graphs, slots) if graphs.levels else None)
         except BaseException as error:
+            bucket = graphs.fitting(len(slots))
             self._note(error, [1] * (bucket.batch if bucket else len(slots)))
             raise
 
-    @torch.inference_mode()
+    def _shared(self, graphs: GraphRunner, slots: Sequence[int]) -> Shared | None:
+        """What the rows share, as the graph that fits them reads it."""
+        bucket = graphs.fitting(len(slots))
+        if bucket is None or not bucket.levels:
+            return None
+        return self.steps.levels.find(slots, bucket.levels, bucket.batch)
+
     def _eagerly(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Done:
         try:
             step = self.steps.make(slots, tokens)
-            segments = self.steps.plan(step)
-            logits = self.model.forward(step.ids, step.positions, self.steps.attend(segments), step.last)
+            segments = self.steps.plan(step)  # not in inference mode: a replay's plan may write to what this one makes
+            with torch.inference_mode():
+                logits = self.model.forward(step.ids, step.positions, self.steps.attend(segments), step.last)
+                done = Done(step.in_order_given(logits))
             for group in segments.values():
                 for segment in group:
                     self.observers.notify("after_forward", batch=segment.batch)
-            return Done(step.in_order_given(logits))
+            return done
         except BaseException as error:
             self._note(error, list(map(len, tokens)))
             raise

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headstock.backend import BackendSpec, GraphBucket
-from headstock.batch import ForwardBatch, Ints
+from headstock.batch import ForwardBatch
 from headstock.device import Device, DeviceGraph, GraphPool
 from headstock.errors import HeadstockError
 from headstock.kv.mirror import Mirror
+from headstock.runner.host_inputs import HostInputs, Rows, sections
 from headstock.runner.levels import Shared
 from headstock.runner.refresh import GroupPages, refresh
 from headstock.runner.static_levels import StaticLevels
 
-Rows = Sequence[int] | Ints
-"""A number for each row, or for each token."""
 BUFFERS = ("query_indptr", "seq_lens", "positions", "page_table", "out_cache_loc")
 
 
@@ -43,18 +43,23 @@ class StaticStep:
         _, pages = next(iter(groups.values()))
         self.null = len(pages.table) - 1
         self.buckets = sorted({bucket for spec, _ in groups.values() for bucket in spec.graph_buckets}, reverse=True)
-        self._sections = {bucket: self._cut(bucket) for bucket in self.buckets}
-        size = max(sections["levels"].stop for sections in self._sections.values())
+        self._sections = {bucket: sections(bucket, len(mirrors)) for bucket in self.buckets}
+        size = max(own["levels"].stop for own in self._sections.values())
         self._inputs = torch.zeros(size, dtype=torch.int64, device=device.torch)
         self._written, self._fetched = device.pinned((size,), torch.int64), device.event()
-        self._numbers = self._written.numpy()
-        self._parts = {bucket: self._parted(bucket, self._numbers) for bucket in self.buckets}
-        self._padding = {bucket: self._all_padding(bucket) for bucket in self.buckets}
+        numbers = self._written.numpy()
+        self._host = {
+            bucket: HostInputs(bucket, own, numbers, mirrors, self.null) for bucket, own in self._sections.items()
+        }
         _check_levels(groups)
         self._groups = {name: _Group(spec, pages) for name, (spec, pages) in groups.items() if spec.graph_buckets}
         self.batches = {
             bucket: {name: own.batch(bucket) for name, own in self._groups.items() if bucket in own.spec.graph_buckets}
             for bucket in self.buckets
+        }
+        self._telling = {
+            bucket: [(self._groups[name], batch) for name, batch in batches.items() if _asks(batch)]
+            for bucket, batches in self.batches.items()
         }
         pool = device.graph_pool()
         self._refreshes = {bucket: self._record(bucket, pool) for bucket in self.buckets}
@@ -74,64 +79,25 @@ class StaticStep:
 
     def fill(
         self, bucket: GraphBucket, slots: Rows, seq_lens: Rows, graph: Literal["capture", "replay"],
-        tokens: Rows | None = None, shared: Shared | None = None,
+        tokens: Rows = (), shared: Shared | None = None,
     ) -> dict[str, ForwardBatch]:  # fmt: skip
         """The bucket's batches with these rows: their slots, their keys, new ones included, and their new `tokens`.
 
         Rows are padded to the bucket's size as the contract has it: `query_len` tokens and keys on the null page. They
         run in the order of `shared`, whose levels a bucket with levels reads.
         """
+        host = self._host[bucket]
         self._fetched.synchronize()  # a host that runs ahead waits until the step before has begun
-        self._write(bucket, slots, seq_lens, tokens, shared)
+        host.write(slots, seq_lens, tokens, shared)
         self._refreshes[bucket].replay()
         for mirror in self.mirrors:
             mirror.settled()
-        parts = self._parts[bucket]
-        for name, batch in self.batches[bucket].items():
-            self._groups[name].tell(batch, parts["lens"], parts["levels"], len(slots), graph)
-        return self.batches[bucket]
-
-    def _write(
-        self, bucket: GraphBucket, slots: Rows, seq_lens: Rows, tokens: Rows | None = None, shared: Shared | None = None
-    ) -> None:
-        """Writes what the device fetches, part by part as `_cut` has them."""
-        padding, parts, ids = self._padding[bucket], self._parts[bucket], () if tokens is None else tokens
-        self._numbers[: len(padding)] = padding
-        if bucket.levels:
-            runs_as, levels = shared.rows(len(slots)) if shared else (range(len(slots)), ())
-            order = np.array(runs_as, dtype=np.int64)
-            slots, seq_lens, ids = (_reordered(each, order) for each in (slots, seq_lens, ids))
-            places = parts["places"][: len(order) * bucket.query_len]
-            places[:] = _reordered(places, order.argsort())
-            parts["levels"][:] = StaticLevels.encode(levels, bucket.batch, bucket.levels)
-        parts["slots"][: len(slots)], parts["lens"][: len(slots)], parts["ids"][: len(ids)] = slots, seq_lens, ids
-        for mirror, changes in zip(self.mirrors, parts["changes"], strict=True):
-            mirror.pending(changes)
-
-    def _all_padding(self, bucket: GraphBucket) -> Ints:
-        """What the host writes where there are no rows and nothing has changed."""
-        numbers = np.zeros(self._sections[bucket]["levels"].stop, dtype=np.int64)
-        parts = self._parted(bucket, numbers)
-        parts["slots"][:], parts["lens"][:] = self.null, bucket.query_len
-        parts["places"][:] = range(len(parts["places"]))
-        for mirror, (places, _) in zip(self.mirrors, parts["changes"], strict=True):
-            places[:] = mirror.spare
-        return numbers
-
-    def _parted(self, bucket: GraphBucket, numbers: Ints) -> dict[str, Ints]:
-        """What the host writes, or would write, part by part; "changes" are [mirrors, 2, rows]."""
-        parts = {name: numbers[section] for name, section in self._sections[bucket].items()}
-        return parts | {"changes": parts["changes"].reshape(len(self.mirrors), 2, bucket.batch)}
-
-    def _cut(self, bucket: GraphBucket) -> dict[str, slice]:
-        """Where each part of what the host writes lies."""
-        rows, levels, tokens = bucket.batch, bucket.levels, bucket.batch * bucket.query_len
-        sizes = {
-            "slots": rows, "lens": rows, "ids": tokens, "changes": 2 * rows * len(self.mirrors),
-            "places": tokens if levels else 0, "levels": StaticLevels.numbers(rows, levels),
-        }  # fmt: skip
-        ends = list(accumulate(sizes.values()))
-        return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
+        batches, count = self.batches[bucket], len(slots)
+        for batch in batches.values():
+            batch.graph, batch.num_real_reqs = graph, count
+        for group, batch in self._telling[bucket]:
+            group.tell(batch, host)
+        return batches
 
     def _record(self, bucket: GraphBucket, pool: GraphPool) -> DeviceGraph:
         sections = self._sections[bucket]
@@ -146,7 +112,7 @@ class StaticStep:
                 self.refresh.derive(batch, group.pages, group.spec, slots, lens)
                 group.derive_levels(batch, levels)
 
-        self._write(bucket, [], [])
+        self._host[bucket].write([], [])
         with self.device.warming_up(pool):
             refresh()
         return self.device.capture(refresh, pool)
@@ -160,6 +126,7 @@ class _Group:
         rows, tokens = max(b.batch for b in buckets), max(b.batch * b.query_len for b in buckets)
         self.width = max(-(-pages.bound(spec, b.query_len) // spec.page_size) for b in buckets)
         self._levels: dict[GraphBucket, StaticLevels] = {}
+        self._lens: dict[GraphBucket, Iterator[tuple[Tensor, NDArray[np.int32]]]] = {}
 
         def buffer(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=spec.device)
@@ -189,23 +156,25 @@ class _Group:
             part = self._buffers[name][: len(given)]
             part.copy_(given)
             setattr(batch, name, part)
+        if batch.seq_lens_cpu is not None:
+            twice = batch.seq_lens_cpu, batch.seq_lens_cpu.clone()  # what the step before was told stays as it is
+            self._lens[bucket] = cycle([(each, each.numpy()) for each in twice])
         if bucket.levels and spec.max_levels:
             own = StaticLevels(rows, self.width, bucket.levels, batch.seq_lens.device)
             self._levels[bucket], batch.shared_levels = own, own.levels
         return batch
 
-    def tell(
-        self, batch: ForwardBatch, lens: Ints, levels: Ints, num_real_reqs: int, graph: Literal["capture", "replay"]
-    ) -> None:
+    def tell(self, batch: ForwardBatch, host: HostInputs) -> None:
         """What the host knows of the rows, from what it wrote."""
-        batch.graph, batch.num_real_reqs = graph, num_real_reqs
-        batch._csr.clear()
         if batch.shared_levels:
-            batch.shared_levels = self._levels[_bucket(batch)].told(levels.astype(np.int32))
-        if self.spec.host_lengths == "exact":
+            batch.shared_levels = self._levels[host.bucket].told(host.levels)
+        if batch.seq_lens_cpu is not None:
+            lens = host.lens
             if self.pages.of is not None:
                 lens = lens - self.pages.first(lens, self.spec, batch.query_len) * batch.page_size
-            batch.seq_lens_cpu = torch.from_numpy(lens.astype(np.int32))
+            batch.seq_lens_cpu, own = next(self._lens[host.bucket])
+            own[:] = lens
+            batch._csr.clear()
 
     def derive_levels(self, batch: ForwardBatch, levels: Tensor) -> None:
         """What follows on the device from the batch's pages and where shared runs end, as the host wrote it."""
@@ -214,14 +183,13 @@ class _Group:
             self._levels[_bucket(batch)].derive(levels, batch.page_table)
 
 
+def _asks(batch: ForwardBatch) -> bool:
+    """Whether a batch has what the host tells it before each replay."""
+    return batch.seq_lens_cpu is not None or bool(batch.shared_levels)
+
+
 def _bucket(batch: ForwardBatch) -> GraphBucket:
     return GraphBucket(batch.num_reqs, batch.query_len, len(batch.shared_levels))
-
-
-def _reordered(values: Rows, order: Ints) -> Ints:
-    """The values of rows, as many of each, with the rows in this order."""
-    rows = np.asarray(values, dtype=np.int64)
-    return rows.reshape(len(order), -1)[order].flatten() if len(rows) else rows
 
 
 def _check_levels(groups: Mapping[str, tuple[BackendSpec, GroupPages]]) -> None:

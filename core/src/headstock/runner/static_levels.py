@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstock.batch import SharedLevel
+from headstock.batch import Ints, SharedLevel
 from headstock.kv.sharing import Level
 
 
@@ -24,6 +25,7 @@ class StaticLevels:
     def __init__(self, rows: int, width: int, count: int, device: torch.device):
         self.rows, self.width = rows, width
         self.levels = tuple(_empty(rows, width, device) for _ in range(count))
+        self._told = cycle([self._on_host(), self._on_host()])  # what the step before was told stays as it is
 
     @property
     def num_bytes(self) -> int:
@@ -48,13 +50,20 @@ class StaticLevels:
             numbers += [*ends, *[rows] * padding, *pages, *pages[-1:] * padding]
         return numbers
 
-    def told(self, numbers: NDArray[np.int32]) -> tuple[SharedLevel, ...]:
-        """The levels with what the host knows of them, from what it wrote."""
-        halves = torch.from_numpy(numbers).view(len(self.levels), 2, -1)
-        return tuple(
+    def told(self, numbers: Ints) -> tuple[SharedLevel, ...]:
+        """The levels with what the host knows of them, as it wrote it. They hold until the next but one are told."""
+        levels, own = next(self._told)
+        own[:] = numbers
+        return levels
+
+    def _on_host(self) -> tuple[tuple[SharedLevel, ...], NDArray[np.int32]]:
+        """The levels with host copies of their own, and these copies' memory."""
+        halves = torch.zeros(len(self.levels), 2, self.rows + 1, dtype=torch.int32)
+        levels = (
             replace(level, row_indptr_cpu=ends, page_indptr_cpu=pages)
             for level, (ends, pages) in zip(self.levels, halves, strict=True)
         )
+        return tuple(levels), halves.view(-1).numpy()
 
     def derive(self, numbers: Tensor, table: Tensor) -> None:
         """Fills the levels on the device; `numbers` as written, `table` the rows' pages, int32 [B, W]."""
