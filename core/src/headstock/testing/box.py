@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from random import Random
 
 from headstock.capabilities import Capabilities
 from headstock.ints import Ints
+from headstock.testing.features import JOINT, STATES, Features, together
 from headstock.testing.rows import Fields, Rows, prefixes
-from headstock.testing.sizes import GQA_RATIOS, HEAD_DIMS, HEADS, QUERY_LENS, V_HEAD_DIMS, Level, Sizes
+from headstock.testing.sizes import GQA_RATIOS, HEAD_DIMS, HEADS, V_HEAD_DIMS, Level, Sizes
 
 RANDOM = 60
 """Random problems at the full level, for each record, phase and kind."""
@@ -45,7 +46,7 @@ class Box:
                 "kv_dtype": dtype if same else min(record.kv_dtypes),
             }
         self.n = record.query_lens.nearest(1) if phase == "decode" else 0
-        self.rows = Rows(self.n)
+        self.rows, self.features = Rows(self.n), Features(record, self.base, self.sizes)
 
     def cases(self) -> Iterator[tuple[str, str, Fields]]:
         """(what, law, fields) of every case."""
@@ -71,7 +72,7 @@ class Box:
             yield f"{new}-of-{length}", "matches", {**self.base, "query_lens": (new,), "seq_lens": (length,)}
         for page in self.sizes.pages():
             fields = {**self.base, "page_size": page} if self.cached else self.base
-            yield f"page-{page}", "matches", {**fields, **self.rows.batch(fields), **self._lse()}
+            yield f"page-{page}", "matches", {**fields, **self.rows.batch(fields), **self.features.lse()}
 
     def _many(self) -> Iterator[tuple[str, Fields]]:
         """Many rows and long ones: what a small problem cannot show of blocks, splits and grids."""
@@ -165,51 +166,21 @@ class Box:
 
     def _features(self) -> Iterator[tuple[str, Fields]]:
         """Each feature that is declared, alone and, at the full level, in pairs; then all that go together."""
-        settings = list(self._settings())
+        settings = list(self.features.settings())
         for what, fields in settings:
             yield what, {**self.base, **fields}
         if self.level == "full":
             for i, (what, fields) in enumerate(settings):
                 for other, more in settings[i + 1 :]:
-                    if not fields.keys() & more.keys() and self._together({**fields, **more}):
+                    if not fields.keys() & more.keys() and together({**fields, **more}):
                         yield f"{what}-{other}", {**self.base, **fields, **more}
-        joint = self._joint(JOINT)
+        joint = self.features.joint(JOINT)
         if len(joint) > 1:
             yield "together", {**self.base, **joint}
 
-    def _settings(self) -> Iterator[tuple[str, Fields]]:
-        record, base = self.record, self.base
-        page = base.get("page_size", 4)
-        if record.sliding_window:
-            for window in dict.fromkeys((1, 2, min(page, 16), min(page, 16) + 1, 1000)):
-                yield f"window-{window}", {"window": window}
-            if self.cached:
-                yield "window-behind-dropped-pages", {"window": 3, "dropped": 8 * page}
-        if record.softcap:
-            yield "softcap-0.5", {"softcap": 0.5}
-            yield "softcap-30", {"softcap": 30.0}
-        if record.sinks:
-            yield "sinks", {"sinks": True}
-        if record.alibi:
-            yield "alibi", {"alibi": True}
-        if record.lse:
-            yield "lse", {"lse": True}
-        if record.query_mask and self.cached:
-            yield "query-mask", {"query_mask": True}
-        if record.non_causal:
-            yield "non-causal", {"causal": False}
-            if self.cached:
-                yield "cross", {"causal": False, "cross": True}
-        if record.cascade and self.cached:
-            for depth in (1, 2):
-                yield f"cascade-{depth}", {"shared": prefixes(depth)}
-        if self.phase == "decode":
-            for n in self.sizes.keep("query_lens", QUERY_LENS, record.query_lens):
-                yield f"query-len-{n}", {"query_len": n}
-
     def _laws(self) -> Iterator[tuple[str, str, Fields]]:
         """The other laws, each on a batch of the base configuration."""
-        record, fields = self.record, {**self.base, **self._lse()}
+        record, fields = self.record, {**self.base, **self.features.lse()}
         rows = {**fields, **self.rows.batch(fields)}
         scaled: Fields = {}
         if record.kv_scales and self.cached and (kv := sorted(record.kv_dtypes - {"same", fields["dtype"]})):
@@ -251,9 +222,9 @@ class Box:
                 fields |= changed
         if self.cached:
             fields["page_size"] = draw.choice(self.sizes.pages())
-        settings = [more for _, more in self._settings() if not more.keys() & {"shared", "cross", "query_len"}]
+        settings = [more for _, more in self.features.settings() if not more.keys() & {"shared", "cross", "query_len"}]
         for more in draw.sample(settings, min(2, len(settings))):
-            if self._together({**fields, **more}) and not more.keys() & fields.keys():
+            if together({**fields, **more}) and not more.keys() & fields.keys():
                 fields |= more
         rows, page = range(draw.randint(1, 4)), min(fields.get("page_size") or 4, 32)
         new = [self.n or draw.choice((1, 1, 2, page, draw.randint(1, 20))) for _ in rows]
@@ -269,27 +240,29 @@ class Box:
         if "extend" in self.record.phases:
             small["phases"] = frozenset({"extend", "decode"})
         yield "replay", "graph", {**small, "query_len": self.n}
-        for what, fields in self._settings():
+        for what, fields in self.features.settings():
             n = fields.get("query_len", self.n)
             if not fields.keys() & {"shared", "cross", "dropped", "query_mask", "causal"}:
                 yield f"replay-{what}", "graph", {**small, **fields, "query_len": n}
         if self.record.cascade:
             yield from self._captured_levels(small)
         if self.level == "full":
-            yield "random", "graph", {**small, **self._joint(STATES), "query_len": self.n, "replays": REPLAYS}
+            yield "random", "graph", {**small, **self.features.joint(STATES), "query_len": self.n, "replays": REPLAYS}
 
     def _captured_levels(self, small: Fields) -> Iterator[tuple[str, str, Fields]]:
         """Graphs that read shared prefixes: plain, with all that makes or changes partial states, and with each."""
         small = {**small, "query_len": self.n}
-        features = [("", {}), ("-together", self._joint(STATES))]
+        features = [("", {}), ("-together", self.features.joint(STATES))]
         if self.level == "full":
-            features += [(f"-{what}", fields) for what, fields in self._settings() if fields.keys() & set(STATES)]
+            features += [
+                (f"-{what}", fields) for what, fields in self.features.settings() if fields.keys() & set(STATES)
+            ]
         for depth in (1, 2) if self.level == "full" else (1,):
             for what, fields in features:
                 if fields or not what:
                     yield f"replay-cascade-{depth}{what}", "graph", {**small, **fields, "max_levels": depth}
         if self.level == "full":
-            fields = {**small, **self._joint(STATES), "max_levels": 2, "replays": REPLAYS}
+            fields = {**small, **self.features.joint(STATES), "max_levels": 2, "replays": REPLAYS}
             yield "random-cascade-2", "graph", fields
 
     def _far(self) -> Fields:
@@ -306,22 +279,3 @@ class Box:
         """How far the longest context that is declared lies beyond the longest row of a batch."""
         longest: int = max(self.rows.batch(self.base)["seq_lens"])
         return max((self.record.max_context.last or longest) - longest, 0)
-
-    def _together(self, fields: Fields) -> bool:
-        """Whether these settings have a meaning at once."""
-        if "shared" in fields and fields.keys() & {"window", "cross", "causal", "dropped", "query_mask", "alibi"}:
-            return False
-        return not ("query_mask" in fields and fields.keys() & {"cross", "causal"})
-
-    def _joint(self, names: Iterable[str]) -> Fields:
-        """All of these features that are declared, at once."""
-        return {name: value for _, fields in self._settings() for name, value in fields.items() if name in names}
-
-    def _lse(self) -> Fields:
-        return {"lse": True} if self.record.lse else {}
-
-
-JOINT = ("window", "softcap", "sinks", "alibi", "lse")
-"""Features that a model may have all at once."""
-STATES = ("softcap", "sinks", "lse")
-"""Features among them that partial states of shared prefixes have a part in."""

@@ -68,9 +68,9 @@ def _cached(
     slots = [(pages[j // batch.page_size], j % batch.page_size) for j in range(length)]
     if not slots:
         return torch.zeros(0, *k.shape[2:]).double(), torch.zeros(0, *v.shape[2:]).double()
-    keys = torch.stack([k[page, offset].double().cpu() for page, offset in slots])
-    values = torch.stack([v[page, offset].double().cpu() for page, offset in slots])
-    return keys * layer.k_scale, values * v_scale
+    keys = torch.stack([k[page, offset].double() for page, offset in slots])
+    values = torch.stack([v[page, offset].double() for page, offset in slots])
+    return keys.cpu() * layer.k_scale, values.cpu() * v_scale  # at once: a GPU is waited for twice a row, not a key
 
 
 def _given(k: Tensor, v: Tensor, lens: list[int], row: int) -> tuple[Tensor, Tensor]:
