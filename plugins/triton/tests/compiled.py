@@ -6,6 +6,7 @@ own, because kernels that are interpreted cannot be compiled in the same process
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -18,17 +19,17 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import headstock_triton.backend
-import headstock_triton.hopper
 import headstock_triton.plan
 from headstock.testing.problem import make_problem
 from headstock.testing.rig import Rig
 from headstock_triton.config import Config
-from headstock_triton.launch import KERNELS
+from headstock_triton.launch import KERNELS, Launch
 
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
     torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
+STEPS = {"tt.load": "L", "tt.store": "S", "barrier": "B", "atomic_rmw": "A"}
 ALL: dict[str, Any] = {"lse": True, "sinks": True, "alibi": True, "softcap": 30.0}
 LATENT: dict[str, Any] = {"attention": "mla", "num_kv_heads": 1, "head_dim": 48, "v_head_dim": 32}
 SHARED = (((2, 2), (1, 0)), ((2, 1), (1, 0)))
@@ -57,22 +58,21 @@ HOPPER: list[tuple[Config, dict[str, Any]]] = [
 ] + [
     (
         Config(64, warps=8, stages=2, keys=32, kernel="latent_hopper"),
-        {"query_lens": [2, 2], "seq_lens": [70, 90], "phase": "decode", "page_size": 64, "num_heads": 64,
-         "lse": True, "sinks": True, **LATENT, "head_dim": 576, "v_head_dim": 512},
-    ),
+        {"query_lens": [2] * rows, "seq_lens": [170, 190, 9][:rows], "phase": "decode", "page_size": 64,
+         "num_heads": 64, "lse": True, "sinks": True, **LATENT, "head_dim": 576, "v_head_dim": 512, **more},
+    )
+    for rows, more in ((2, {}), (3, {"shared": SHARED}))
 ]  # fmt: skip
 
 
-def compile_for(capability: int, kernel: str, tensors: Mapping[str, Any], numbers: Mapping[str, Any],
-                constants: Mapping[str, Any]) -> None:  # fmt: skip
+def compile_for(capability: int, launch: Launch, arguments: Mapping[str, Any]) -> None:
     """One launch, specialised as a real one would be."""
-    function = KERNELS[kernel]
-    options = {name: value for name, value in constants.items() if name not in function.arg_names}
-    given: dict[str, Any] = {**tensors, **{name: value for name, value in constants.items() if name not in options}}
+    kernel, function = launch.kernel, KERNELS[launch.kernel]
+    given = {**arguments, **launch.constants}
     signature, fixed, aligned = {}, {}, {}
     for i, name in enumerate(function.arg_names):
-        value = numbers.get(name, given.get(name))
-        if name in numbers and value != 1:
+        value = given[name]
+        if name not in launch.constants and isinstance(value, int | float) and value != 1:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and value % 16 == 0 and not function.params[i].do_not_specialize:
                 aligned[(i,)] = [["tt.divisibility", 16]]
@@ -84,19 +84,22 @@ def compile_for(capability: int, kernel: str, tensors: Mapping[str, Any], number
         else:
             signature[name], fixed[name] = "constexpr", value
     source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, fixed, aligned)
-    made = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={**options, "enable_fp_fusion": True}
-    )
+    options = {**launch.options, "enable_fp_fusion": True}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     wait, begin = (made.asm["ptx"].find(f"wgmma.{what}") for what in ("wait_group", "mma_async"))
     assert wait < 0 or 0 <= begin < wait, f"{kernel} waits for products that it has not begun, at which ptxas may crash"
+    order = "".join(
+        STEPS[found] for found in re.findall(r"tt\.load|tt\.store|\bbarrier\b|atomic_rmw", made.asm["ttgir"])
+    )
+    if launch.constants.get("CARRY"):
+        assert re.search("LLBL?S", order), f"{kernel} stores over what others of its threads still load: {order}"
+    if "A" in order:
+        assert "SBA" in order, f"{kernel} counts a split that others of its threads still store: {order}"
     print(kernel, made.metadata.shared)
 
 
 def main(capability: int) -> None:
-    def launch(kernel: str, grid: Any, tensors: Any, numbers: Any, constants: Any) -> None:
-        compile_for(capability, kernel, tensors, numbers, constants)
-
-    headstock_triton.plan.launch = headstock_triton.backend.launch = headstock_triton.hopper.launch = launch
+    Launch.__call__ = lambda launch, grid, arguments: compile_for(capability, launch, arguments)
     headstock_triton.backend.INTERPRETING = True  # no GPU is asked for
     tiles = [Config(64 if i in (3, 7) else 16, block_n=32, keys=16) for i in range(len(PROBLEMS))]
     problems = list(zip(tiles, PROBLEMS, strict=True)) + (HOPPER if capability == 90 else [])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from headstock import AttentionLayer, PagedView
 from headstock.testing.problem import make_problem
+from headstock_triton.choice import kernel_of, launches
 from headstock_triton.config import find
-from headstock_triton.hopper import FORMS, attend_hopper, kernel_of
+from headstock_triton.hopper import FORMS
+from headstock_triton.keys import Cache
 from headstock_triton.plan import Part, Shape, partial_rows
 from headstock_triton.table import compiles
 
@@ -69,21 +71,17 @@ def test_a_cache_that_begins_between_loads_is_read_by_the_general_kernel(offset,
     memory = torch.zeros(2 * 3 * 16 * 8 * 128 + 8, dtype=torch.bfloat16)
     k, v = memory[offset:][: 2 * 3 * 16 * 8 * 128].view(3, 2, 16, 8, 128).unbind(1)
     cut = Part(Shape(replace(find(spec, 512), kernel="attend_hopper"), 128, 1, 0))
-    layer = AttentionLayer(0, PagedView(k, v))
-    assert kernel_of(spec, cut, problem.batch, layer) == ("attend" if offset else "attend_hopper")
+    aligned = Cache(spec, AttentionLayer(0, PagedView(k, v))).aligned
+    assert kernel_of(spec, cut, problem.batch, aligned) == ("attend" if offset else "attend_hopper")
 
 
 @pytest.mark.parametrize(("num_sms", "programs"), [(132, 132), (1000, 512), (0, 512)])
 def test_all_work_is_shared_by_the_programs_that_run_at_once(num_sms, programs, monkeypatch):
-    launched = []
-    monkeypatch.setattr("headstock_triton.hopper.launch", lambda kernel, grid, *given: launched.append((kernel, grid)))
-    monkeypatch.setattr("headstock_triton.hopper.KERNELS", {"attend_hopper": SimpleNamespace(arg_names=())})
-    monkeypatch.setattr("headstock_triton.hopper._described", lambda x, box: x)
+    monkeypatch.setattr("headstock_triton.choice.Launch", lambda kernel, constants, **options: kernel)
     spec = on_hopper(monkeypatch, PAGED, num_sms=num_sms)
-    k, v = torch.zeros(2, 3, 16, 8, 128).unbind(0)
     cut = Part(Shape(replace(find(spec, 512), kernel="attend_hopper"), 128, 64, 0))
-    attend_hopper(spec, cut, k, v, AttentionLayer(0), {}, {}, {})
-    assert launched == [("attend_hopper", (programs,))]
+    found = launches(spec, cut, make_problem([1], [1]).batch, aligned=True, lse=False, sinks=False, alibi=False)
+    assert found == [((programs,), "attend_hopper")]
 
 
 def test_measured_tiles_name_the_kernels_of_hopper(monkeypatch):
@@ -113,4 +111,19 @@ def test_there_is_room_for_the_splits_of_fewer_rows_than_the_largest_batch(monke
     room = partial_rows(spec)
     shapes = [Shape.of(spec, rows, rows, 1, True) for rows in range(1, 65)]
     assert [shape.within(room, 8).split for shape in shapes] == [shape.split for shape in shapes]
-    assert {shape.config.registers for shape in shapes} == {0, 128}
+    assert {shape.config.warps for shape in shapes} == {2, 4}
+
+
+@pytest.mark.parametrize(
+    ("rows", "warps", "ways"),
+    [(1, 4, 33), (8, 4, 4), (16, 4, 2), (24, 4, 2), (32, 2, 2), (48, 4, 1), (64, 2, 1), (72, 4, 2), (96, 4, 1),
+     (128, 2, 1), (256, 2, 1)],
+)  # fmt: skip
+def test_rows_of_a_decode_step_are_whole_waves_of_programs(rows, warps, ways, monkeypatch):
+    spec = on_hopper(monkeypatch, PAGED, max_batch=256)
+    shape = Shape.of(spec, rows, rows, 1, True)
+    assert (shape.config.warps, max(shape.even // rows, 1)) == (warps, ways)
+    waves = ways * rows * 8 / (132 * shape.config.resident)
+    assert waves < 1 if rows <= 16 else math.ceil(waves) <= 1.04 * waves
+    assert shape.slots == max(shape.even, min(3 * rows, 255))
+    assert shape.joined(spec)

@@ -15,15 +15,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstock import HeadstockError, Workspace
+from headstock import HeadstockError, PagedView, Workspace
 from headstock.testing.problem import make_problem
 from headstock.testing.rig import Rig
 from headstock_triton import INTERPRETED, OFFER, attention_backends
 from headstock_triton.backend import TritonAttention
 from headstock_triton.config import SHARED_MEMORY, Config, find, shared_bytes
 from headstock_triton.hopper import FORMS
-from headstock_triton.launch import launch
-from headstock_triton.plan import Plan, Shape, carried_rows, partial_rows
+from headstock_triton.launch import Launch
+from headstock_triton.plan import Part, Plan, Shape, carried_rows, partial_rows, schedule
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -32,6 +32,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
     rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300)), min_size=1, max_size=9),
     group=st.integers(1, 9),
     slots=st.integers(0, 20),
+    less=st.integers(0, 20),
     fixed=st.sampled_from([0, 0, 3]),
     window=st.sampled_from([0, 0, 50]),
     shared=st.booleans(),
@@ -39,7 +40,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 )
 @settings(max_examples=40, deadline=None)
 def test_a_schedule_holds_every_split_of_every_tile_once_within_its_bounds(
-    rows, group, slots, fixed, window, shared, far
+    rows, group, slots, less, fixed, window, shared, far
 ):
     counts, lens = [count for count, _ in rows], [length for _, length in rows]
     firsts = [sum(counts[:i]) for i in range(len(rows) + 1)]
@@ -54,8 +55,12 @@ def test_a_schedule_holds_every_split_of_every_tile_once_within_its_bounds(
     counters = torch.full((bound + 1, 3), 7, dtype=torch.int32, device=DEVICE)
     most_tiles = bound // fixed if fixed else bound - slots
     leaders = torch.full((most_tiles + 1,), 7, dtype=torch.int32, device=DEVICE)
-    launch(
+    launch = Launch(
         "schedule",
+        {"GROUP": group, "WINDOW": window, "BLOCK_M": 16, "MIN_KEYS": 16, "FIXED": fixed, "KV_HEADS": 3, "ROWS": 16,
+         "BLOCK": 8, "BLOCK_H": 4},
+    )  # fmt: skip
+    launch(
         (-(-bound // 8),),
         {
             "queries": queries, "lens": keys, "items": items, "origins": origins,
@@ -63,10 +68,9 @@ def test_a_schedule_holds_every_split_of_every_tile_once_within_its_bounds(
             "starts": torch.tensor(starts, device=DEVICE) if shared else None,
             "counters": counters if slots else None,
             "leaders": leaders if far == 3 else None,
+            "num_rows": len(rows), "num_items": bound, "slots": slots,
+            "even": max(slots - less, 0), "width": far,
         },
-        {"num_rows": len(rows), "num_items": bound, "slots": slots, "width": far},
-        {"GROUP": group, "WINDOW": window, "BLOCK_M": 16, "MIN_KEYS": 16, "FIXED": fixed, "KV_HEADS": 3, "ROWS": 16,
-         "BLOCK": 8, "BLOCK_H": 4},
     )  # fmt: skip
     *found, guard = items.tolist()
     assert guard == [7] * 8
@@ -89,6 +93,30 @@ def test_a_schedule_holds_every_split_of_every_tile_once_within_its_bounds(
     assert counters.tolist() == [[0] * 3] * bound + [[7] * 3] if slots else (counters == 7).all()
 
 
+@pytest.mark.parametrize(
+    ("lens", "splits"),
+    [
+        ([320] * 4, [2] * 4),
+        ([320, 300, 310, 320], [2] * 4),
+        ([320, 320, 320, 1], [2, 2, 2, 1]),  # the last is padding
+        ([320, 320, 320, 0], [2, 2, 2, 1]),
+        ([320, 160, 40, 40], [6, 3, 1, 1]),
+        ([320, 1, 1, 1], [11, 1, 1, 1]),
+    ],
+)
+def test_equally_long_rows_have_splits_of_their_own_number(lens, splits):
+    config = Config(16, 16, stages=1, keys=16)
+    part = Part(
+        Shape(config, 1, 4, 12, even=8),
+        queries=torch.arange(5, dtype=torch.int32, device=DEVICE),
+        lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+    )
+    problem = make_problem([1], [1], device=DEVICE, num_heads=2, num_kv_heads=2)
+    schedule(problem.spec, part)
+    found = {item[0]: item[3] for item in part.items.tolist() if item[0] >= 0}
+    assert [found[row] for row in range(4)] == splits
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_every_float16_is_cached_as_torch_encodes_it(dtype):
     limit = torch.finfo(dtype).max
@@ -97,19 +125,21 @@ def test_every_float16_is_cached_as_torch_encodes_it(dtype):
     for x in (values, values.half().float()):
         x = x.view(16, 8, 512)
         cache = torch.zeros(16, 1, 8, 512, dtype=torch.uint8, device=DEVICE)
-        launch(
+        launch = Launch(
             "write",
-            (16,),
-            {"k": x, "v": x, "k_cache": cache, "v_cache": cache, "slots": torch.arange(16, device=DEVICE)},
-            {"k_factor": 1.0, "v_factor": 1.0, "limit": limit}
-            | {"k_token": 4096, "k_head": 512, "v_token": 4096, "v_head": 512}
-            | {f"{name}_cache_{part}": 4096 for name in "kv" for part in ("page", "slot")}
-            | {"k_cache_head": 512, "v_cache_head": 512},
             {
                 "PAGE": 1, "KV_HEADS": 8, "HEAD_DIM": 512, "V_HEAD_DIM": 512, "BLOCK_H": 8, "BLOCK_D": 512,
                 "BLOCK_V": 512, "SCALED": False, "DIVIDE": True, "FP8": 3 if dtype == torch.float8_e4m3fn else 2,
             },
         )  # fmt: skip
+        launch(
+            (16,),
+            {"k": x, "v": x, "k_cache": cache, "v_cache": cache, "slots": torch.arange(16, device=DEVICE)}
+            | {"k_factor": 1.0, "v_factor": 1.0, "limit": limit}
+            | {"k_token": 4096, "k_head": 512, "v_token": 4096, "v_head": 512}
+            | {f"{name}_cache_{part}": 4096 for name in "kv" for part in ("page", "slot")}
+            | {"k_cache_head": 512, "v_cache_head": 512},
+        )
         want = x.clamp(-limit, limit).to(dtype).view(torch.uint8)
         assert torch.equal(cache[:, 0], want)
 
@@ -134,6 +164,19 @@ def test_wide_tiles_mask_only_what_some_of_their_rows_do_not_see(features, monke
     monkeypatch.setattr("headstock_triton.plan.find", lambda *_, **__: wide)
     problem = make_problem([40, 3], [90, 40], device=DEVICE, phase="extend", page_size=16, **features)
     problem.check(TritonAttention)
+
+
+@pytest.mark.parametrize("new", [1, 40])
+def test_values_may_lie_otherwise_than_keys(new):
+    """Addresses of keys are those of values too only where both lie alike."""
+    problem = make_problem([new] * 2, [90, new], device=DEVICE, phase="extend", page_size=16, num_kv_heads=2)
+    rig, (batch, storage) = Rig(TritonAttention, problem.spec), problem.fresh()
+    view = problem.layer(storage).kv
+    elsewhere = view.v.transpose(1, 2).contiguous().transpose(1, 2)
+    assert elsewhere.stride() != view.k.stride() == view.v.stride()
+    rig.plan(batch)
+    layer = replace(problem.layer(storage), kv=PagedView(view.k, elsewhere))
+    problem.compare(rig.forward(problem, batch, storage, layer)._replace(storage=None))
 
 
 @pytest.mark.parametrize("joined", [1024, 0])

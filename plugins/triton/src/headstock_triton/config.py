@@ -16,10 +16,11 @@ SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 
 class Config:
     """How a tile of `block_m` (token, head) pairs is worked on: keys at a time, warps, loads in flight, and splitting.
 
-    `programs` per multiprocessor is what keys are split for, `keys` the fewest that a split is worth. Splits of latents
-    are merged `merged` rows at a time. `registers` bounds those of a thread, so that two programs fit side by side and
-    one computes while the other takes exponents; 0 is no bound. `kernel` names one that is for such tiles alone, faster
-    where it is `able`; the other numbers are those of the kernel that does the rest.
+    `programs` per multiprocessor is what keys are split for, `keys` the fewest that a split is worth; `resident` are
+    the most that one holds at once. Splits of latents are merged `merged` rows at a time. `registers` bounds those of a
+    thread, so that two programs fit side by side and one computes while the other takes exponents; 0 is no bound.
+    `kernel` names one that is for such tiles alone, faster where it is `able`; the other numbers are those of the
+    kernel that does the rest.
     """
 
     block_m: int
@@ -28,6 +29,7 @@ class Config:
     stages: int = 3
     programs: int = 2
     keys: int = 256
+    resident: int = 2
     merged: int = 2
     registers: int = 0
     kernel: str = ""
@@ -48,7 +50,8 @@ def padded(spec: BackendSpec) -> int:
 def find(spec: BackendSpec, pairs: int, most: int = 128, filled: bool = True) -> Config:
     """The configuration for tiles of up to `pairs` (token, head) pairs, `most` at a time.
 
-    `filled` tells whether the tiles alone, unsplit, give every multiprocessor something to do.
+    `filled` tells whether the tiles alone, unsplit, give every multiprocessor something to do; of narrow ones there are
+    two to choose from then (see `Shape.narrow`).
     """
     if spec.device == "cpu":
         return Config(min(power_of_two(pairs, 16), 32), block_n=16, stages=1, programs=1, keys=16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
@@ -38,22 +38,70 @@ def _kernels() -> Mapping[str, Any]:
 
 
 KERNELS = _kernels()
+KNOWN = compiles(triton.__version__)
+"""Whether it was read of this Triton what it compiles kernels for (see `kind`). Any other is asked at each launch."""
 
 Grid = tuple[int, ...]
-Tensors = Mapping[str, Any]
-"""Tensors, None for those that are not there, and descriptors of tensors."""
-Numbers = Mapping[str, int | float]
+Arguments = Mapping[str, Any]
+"""Tensors, None for those that are not there, descriptors of tensors, and numbers, by their names in a kernel."""
 
 
-def launch(kernel: str, grid: Grid, tensors: Tensors, numbers: Numbers, constants: Mapping[str, int | bool]) -> None:
-    """Runs a kernel by name on the current stream: its pointers, its numbers, and what it is compiled for."""
-    if not INTERPRETING:
-        KERNELS[kernel][grid](**tensors, **numbers, **constants, enable_fp_fusion=True)
-        return
-    given = {name: x for name, x in tensors.items() if x is not None}
-    absent = {name: None for name in tensors if name not in given}
-    words = json.dumps([kernel, list(given), list(numbers), {**absent, **constants}])
-    _operator()(words, list(grid), list(given.values()), list(numbers.values()))
+class Launch:
+    """A kernel with what it is compiled for, to be run time and again with arguments that differ little.
+
+    To find what it compiled, Triton looks at all arguments and constants, which takes three times as long as the launch
+    itself. Here that is done once for each `kind` of arguments.
+    """
+
+    def __init__(self, kernel: str, constants: Mapping[str, int | bool], **options: int):
+        """`constants` may have more than the kernel's own, which are the last of its parameters; `options` are
+        Triton's."""
+        self.kernel = kernel
+        parameters: list[str] = KERNELS[kernel].arg_names
+        self.constants = {name: constants[name] for name in parameters if name in constants}
+        self.options = options
+        self._names = parameters[: len(parameters) - len(self.constants)]
+        assert [*self._names, *self.constants] == parameters, f"the constants of {kernel} come last"
+        self._values = tuple(self.constants.values())
+        self._compiled: dict[tuple[Hashable, ...], Any] = {}
+
+    def __call__(self, grid: Grid, arguments: Arguments) -> None:
+        """Runs the kernel on the current stream; of the arguments it takes its own."""
+        given = [arguments[name] for name in self._names]
+        if INTERPRETING:
+            self._interpret(grid, given)
+            return
+        key = tuple(map(kind, given))
+        compiled = self._compiled.get(key) if KNOWN else None
+        if compiled is None:
+            self._compiled[key] = KERNELS[self.kernel][grid](
+                *given, **self.constants, **self.options, enable_fp_fusion=True
+            )
+        else:
+            compiled[(*grid, 1, 1)[:3]](*given, *self._values)
+
+    def _interpret(self, grid: Grid, given: list[Any]) -> None:
+        named = dict(zip(self._names, given, strict=True))
+        tensors = {name: x for name, x in named.items() if isinstance(x, Tensor)}
+        numbers = {name: x for name, x in named.items() if isinstance(x, int | float)}
+        absent = {name: None for name, x in named.items() if x is None}
+        words = json.dumps([self.kernel, list(tensors), list(numbers), absent | self.constants])
+        _operator()(words, list(grid), list(tensors.values()), list(numbers.values()))
+
+
+def kind(x: Any) -> Hashable:
+    """What the code that Triton compiles for an argument may depend on, and rather more than less.
+
+    That is the dtype of a pointer and whether 16 divides it, the dtype and the box of a descriptor (a kernel's have one
+    layout), whether an integer is 1, whether 16 divides it and how many bits it takes, and nothing of a float.
+    """
+    if x is None or type(x) is int:
+        return x
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16
+    if isinstance(x, float):
+        return "float"
+    return x.base.dtype, *x.block_shape
 
 
 @cache

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from headstock import BackendSpec, ForwardBatch
 from headstock_triton.config import Config, able, find, power_of_two
-from headstock_triton.launch import INTERPRETING, launch
+from headstock_triton.launch import INTERPRETING, Grid, Launch
 
 INVARIANT_SPLITS = 8
 """Most splits of a tile where a row's length alone may decide."""
@@ -20,10 +20,11 @@ On an H200, 32/8 heads of 128, µs merged so and by a launch of `merge`: 1 × 10
 16.5, 1 × 4096 11.6 and 13.0, 8 × 4096 39.5 and 42.2, 1 × 32768 41.5 and 43.5, 64 × 1024 70.3 and 73.2, 64 × 4096 252.8
 and 256.1, 256 × 1024 256.0 and 263.3.
 """
-NARROW_PROGRAMS = 3
-"""Programs with tiles of 16 that a multiprocessor holds with as many loads in flight as few tiles need.
+UNEVEN = 3
+"""Splits for each row that narrow tiles may have where rows are not equally long.
 
-Tiles that may have fewer are `filled` from then on: with 256 of them, 32 × 1024 took 50.4 µs so, and else 37.5.
+On an H200, of 32 rows of 512 to 8192 keys, µs with 1, 2, 3, 4: 158, 142, 132, 134; of 64 rows of 256 to 4096: 151, 144,
+140 with 3.
 """
 
 
@@ -31,8 +32,8 @@ Tiles that may have fewer are `filled` from then on: with 256 of them, 32 × 102
 class Shape:
     """The bounds of a part's work, from what the host knows without lengths, and so the same in every replay.
 
-    A tile has at most `rows` (token, head) pairs; `slots` are the work items that splits may add, or, with `fixed`,
-    the most splits of each tile.
+    A tile has at most `rows` (token, head) pairs; `slots` are the work items that splits may add, of which rows that
+    are equally long share `even` instead, if that is not None; or, with `fixed`, it has the most splits of each tile.
     """
 
     config: Config
@@ -40,6 +41,7 @@ class Shape:
     tiles: int
     slots: int
     fixed: int = 0
+    even: int | None = None
 
     @property
     def items(self) -> int:
@@ -82,6 +84,8 @@ class Shape:
         group = spec.num_heads // spec.num_kv_heads
         invariant = spec.batch_invariant
         pairs = longest * group if uniform or not invariant else 128
+        if uniform and pairs <= 16 and not invariant and spec.attention != "mla":
+            return cls.narrow(spec, rows, pairs)
         filled = invariant or (not shared and _filled(spec, rows, pairs))
         config = find(spec, pairs, filled=filled)
         if spec.attention == "mla" and rows * pairs <= spec.num_sms and not invariant and not able(spec, config):
@@ -95,6 +99,32 @@ class Shape:
         slots = -(-programs // spec.num_kv_heads) if uniform or shared or tiles * spec.num_kv_heads < programs else 0
         return cls(config, most, tiles, slots)
 
+    @classmethod
+    def narrow(cls, spec: BackendSpec, rows: int, pairs: int) -> Shape:
+        """For rows of one tile each, of so many pairs.
+
+        Tiles of which there are no more than multiprocessors are cut in as many programs as `programs` asks for. More
+        of them come in waves of all programs that are resident at once: the configuration is taken that leaves the
+        fewest places empty in the last wave, and equally long rows are cut in two where that leaves fewer still. On an
+        H200, 8 key heads, µs of 24, 32, 64, 72 rows of 8192 keys with 4 warps uncut, cut in two, with 2 warps uncut,
+        cut in two: 194, 188, 282, 196; 287, 296, 340, 247; 566, 497, 480, 479; 587, 539, 759, 626.
+        """
+        few, many = (find(spec, pairs, filled=filled) for filled in (False, True))
+        sms, tiles, joined = max(spec.num_sms, 8), rows * spec.num_kv_heads, JOINED // pairs - 1
+
+        def waste(option: tuple[int, Config]) -> float:
+            ways, config = option
+            places = sms * config.resident
+            return -(-ways * tiles // places) * places / (ways * tiles)
+
+        if tiles <= sms:
+            ways, config = few.programs * sms // tiles, few
+        else:
+            options = [(ways, config) for ways in (1, 2) if ways * rows <= max(joined, rows) for config in (few, many)]
+            ways, config = min(options, key=waste)
+        even = ways * rows if ways > 1 else 0
+        return cls(config, pairs, rows, max(even, min(UNEVEN * rows, joined), 0), even=even)
+
     def within(self, partials: int, kv_heads: int) -> Shape:
         """The same without splits where there is no room for so many partial rows."""
         fits = not self.split or self.items * self.rows * kv_heads <= partials
@@ -105,8 +135,7 @@ def _filled(spec: BackendSpec, rows: int, pairs: int) -> bool:
     """Whether tiles alone, unsplit, occupy the multiprocessors; of latents, which take one whole, most of them."""
     if spec.attention == "mla":
         return 4 * rows * max(pairs // 64, 1) >= 3 * spec.num_sms
-    programs = NARROW_PROGRAMS if pairs <= 16 else 1
-    return rows * max(pairs // 128, 1) * spec.num_kv_heads >= programs * spec.num_sms
+    return rows * max(pairs // 128, 1) * spec.num_kv_heads >= spec.num_sms
 
 
 def carried_rows(spec: BackendSpec) -> int:
@@ -148,6 +177,7 @@ class Part:
     starts [R] is where key 0 of a row would be, in `pages` or among the keys given; without them it is row · width.
     Once scheduled, `items` and `origins` have the work, and where tiles are split `counters` or `leaders` what it takes
     to merge them (see `schedule`). `carried`: earlier parts leave their states to be merged with those of this one.
+    `launches` are those of all layers that ask for the same, by what that is.
     """
 
     shape: Shape
@@ -163,6 +193,11 @@ class Part:
     origins: Tensor | None = None
     counters: Tensor | None = None
     leaders: Tensor | None = None
+    launches: dict[tuple[bool, ...], list[tuple[Grid, Launch]]] = field(default_factory=dict)
+
+    def tree(self, batch: ForwardBatch) -> bool:
+        """Whether a mask says which new tokens see each other."""
+        return batch.query_mask is not None and not self.shared
 
 
 @dataclass(slots=True)
@@ -206,10 +241,11 @@ class Plan:
                 part.starts, part.pages = level.page_indptr[:-1] - begins // page, level.page_indices
                 own.begins = own.begins + widths[torch.searchsorted(level.row_indptr[1:], rows, right=True)]
         for part in self.parts:
-            _schedule(spec, part)
+            schedule(spec, part)
 
 
-def _schedule(spec: BackendSpec, part: Part) -> None:
+def schedule(spec: BackendSpec, part: Part) -> None:
+    """Cuts a part in work items, on the device."""
     assert part.queries is not None, "the part has its rows"
     shape, rows, device = part.shape, len(part.queries) - 1, part.queries.device
     part.items = torch.empty(shape.items, 8, dtype=torch.int32, device=device)
@@ -219,15 +255,8 @@ def _schedule(spec: BackendSpec, part: Part) -> None:
     elif shape.split:
         part.leaders = torch.empty(shape.tiles, dtype=torch.int32, device=device)
     block = max(min(power_of_two(shape.items), 2048 // power_of_two(rows)), 1)
-    launch(
+    launch = Launch(
         "schedule",
-        (-(-shape.items // block),),
-        {
-            "queries": part.queries, "lens": part.lens, "begins": part.begins, "starts": part.starts,
-            "items": part.items, "origins": part.origins, "counters": part.counters,
-            "leaders": part.leaders,
-        },
-        {"num_rows": rows, "num_items": shape.items, "slots": shape.slots, "width": part.width},
         {
             "GROUP": spec.num_heads // spec.num_kv_heads,
             "WINDOW": 0 if part.shared else spec.window or 0,
@@ -238,5 +267,14 @@ def _schedule(spec: BackendSpec, part: Part) -> None:
             "ROWS": power_of_two(rows),
             "BLOCK": block,
             "BLOCK_H": power_of_two(spec.num_kv_heads),
+        },
+    )
+    launch(
+        (-(-shape.items // block),),
+        {
+            "queries": part.queries, "lens": part.lens, "begins": part.begins, "starts": part.starts,
+            "items": part.items, "origins": part.origins, "counters": part.counters, "leaders": part.leaders,
+            "num_rows": rows, "num_items": shape.items, "slots": shape.slots,
+            "even": shape.slots if shape.even is None else shape.even, "width": part.width,
         },
     )  # fmt: skip

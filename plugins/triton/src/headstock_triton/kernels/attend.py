@@ -16,6 +16,12 @@ def tanh(x):
 
 
 @triton.jit
+def unsigned(j):
+    """Indices of keys, none of them negative, as numbers whose division by a page's size is a shift and no more."""
+    return j.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def attend(
     q, k, v, pages, items, origins, positions, mask, mask_indptr, slopes, sinks,
     out, lse, carried_out, carried_lse, partial_out, partial_lse, counters,
@@ -30,9 +36,10 @@ def attend(
     """One program per key head and work item (see `schedule`).
 
     An item's row has `count` tokens from `first` on, the last of its keys, and sees keys low … high at most; key j lies
-    in page pages[origin + j // PAGE], or, where PAGE is 0, in row origin + j of the keys given. A tile is BLOCK_M
-    (token, head of the group) pairs, heads fastest, so that the heads that share a key head share its loads and fill
-    the matrix units; a decode step has a few tokens, an extend step many, and nothing else is different.
+    in page pages[origin + j // PAGE], or, where PAGE is 0, in row origin + j of the keys given; no v_page and v_slot:
+    values lie as keys do, and each address is computed once. A tile is BLOCK_M (token, head of the group) pairs, heads
+    fastest, so that the heads that share a key head share its loads and fill the matrix units; a decode step has a few
+    tokens, an extend step many, and nothing else is different.
 
     ORDERED: no query sees a later key. TREE: `mask` says who sees whom among new tokens, and distances are those of
     positions. SHARED: the part is a shared prefix, all of it seen by all. `scale` and `cap` are of base 2: the logit
@@ -80,7 +87,7 @@ def attend(
         whole_high = whole_low + tl.maximum(whole_high - whole_low, 0) // BLOCK_N * BLOCK_N
 
     if AHEAD:  # before the queries, whose way into shared memory all that follows waits for
-        page = tl.load(pages + origin + (low + offsets) // PAGE, mask=low + offsets < high, other=0)
+        page = tl.load(pages + origin + unsigned(low + offsets) // PAGE, mask=low + offsets < high, other=0)
     at = token.to(tl.int64)[:, None] * q_token + q_heads[:, None] * q_head + d[None, :]
     queried = tl.load(q + at, mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     if ALIBI:
@@ -90,7 +97,8 @@ def attend(
     # Plain logits are scaled where they are raised, by the multiplication that the subtraction brings along.
     factor = 1.0 if CAP or ALIBI else scale
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    norm = tl.zeros([BLOCK_M], tl.float32)
+    # A narrow tile sums its weights at the end, which spares a meeting of all warps for each block of keys.
+    norm = tl.zeros([BLOCK_M] if PEEL else [BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     # Stretch 1 is what all queries see whole; others are masked. Only a window makes the first. It is left out, not
     # left empty: there the compiler waits for products that nobody began, at which Triton 3.6's ptxas crashes.
@@ -107,17 +115,18 @@ def attend(
             j = n + offsets
             inside = j < high
             if PAGE == 0:
-                at_k, at_v = (origin + j) * k_slot, (origin + j) * v_slot
+                here, slot = tl.zeros_like(j), origin + j
             else:
                 if AHEAD:
                     here = page.to(tl.int64)
-                    page = tl.load(pages + origin + (j + BLOCK_N) // PAGE, mask=j + BLOCK_N < high, other=0)
+                    page = tl.load(pages + origin + unsigned(j + BLOCK_N) // PAGE, mask=j + BLOCK_N < high, other=0)
                 elif stretch != 1:
-                    here = tl.load(pages + origin + j // PAGE, mask=inside, other=0).to(tl.int64)
+                    here = tl.load(pages + origin + unsigned(j) // PAGE, mask=inside, other=0).to(tl.int64)
                 else:
-                    here = tl.load(pages + origin + j // PAGE).to(tl.int64)
-                slot = j % PAGE
-                at_k, at_v = here * k_page + slot * k_slot, here * v_page + slot * v_slot
+                    here = tl.load(pages + origin + unsigned(j) // PAGE).to(tl.int64)
+                slot = (unsigned(j) % PAGE).to(tl.int32)
+            at_k = here * k_page + slot * k_slot
+            at_v = at_k if v_slot is None else here * v_page + slot * v_slot
             if stretch != 1 or HEAD_DIM != BLOCK_D:
                 found = inside[:, None] & (d < HEAD_DIM)[None, :]
                 keys = tl.load(k + at_k[:, None] + d[None, :], mask=found, other=0.0)
@@ -150,7 +159,7 @@ def attend(
             new_top = tl.maximum(top, tl.max(s, 1))
             base = finite(new_top) if stretch != 1 else new_top
             shrink, weights = tl.exp2((top - base) * factor), tl.exp2(s * factor - (base * factor)[:, None])
-            norm = norm * shrink + tl.sum(weights, 1)
+            norm = norm * shrink + tl.sum(weights, 1) if PEEL else norm * shrink[:, None] + weights
             if stretch != 1 or V_HEAD_DIM != BLOCK_V:
                 found = inside[:, None] & (dv < V_HEAD_DIM)[None, :]
                 values = tl.load(v + at_v[:, None] + dv[None, :], mask=found, other=0.0)
@@ -160,6 +169,8 @@ def attend(
             acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="tf32x3")
             top = new_top
 
+    if not PEEL:
+        norm = tl.sum(norm, 1)
     acc = acc * (v_scale / tl.where(norm > 0, norm, 1.0))[:, None]
     total = finite(top) * factor + log2(norm)
     conclude(

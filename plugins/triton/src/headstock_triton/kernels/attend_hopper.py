@@ -14,15 +14,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from headstock_triton import hopper
 from headstock_triton.kernels.hopper import barrier, finite, load_box, log2, work
 from headstock_triton.kernels.state import LN2
 
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-KEYS = gl.constexpr(128)
+KEYS = gl.constexpr(hopper.FORMS["attend_hopper"].keys)
 """Keys of a tile."""
-STAGES = gl.constexpr(2)
+STAGES = gl.constexpr(hopper.FORMS["attend_hopper"].stages)
 """Tiles of keys, and of values, in shared memory."""
-HALF = gl.constexpr(64)
+HALF = gl.constexpr(hopper.HALF)
 """Elements of a row that lie together in shared memory: a tile is the left halves of its rows, then the right ones."""
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=4))

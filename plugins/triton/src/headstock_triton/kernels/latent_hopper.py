@@ -212,6 +212,7 @@ def finish(
         other = gl.load(carried_out + at[:, None] * V_HEAD_DIM + d[None, :], mask=real[:, None], other=0.0)
         acc = acc * (mine / norm)[:, None] + other * (theirs / norm)[:, None]
         total = base + log2(mine + theirs)
+        barrier()  # several threads may have loaded what one of them now stores in its place
     if SINKS:  # a row without keys stays empty, sink or not
         sink = gl.load(sinks + head, mask=real, other=0.0) * LOG2E
         base = gl.maximum(total, sink)

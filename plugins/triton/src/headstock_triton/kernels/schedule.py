@@ -9,7 +9,7 @@ from headstock_triton.kernels.state import ABSENT
 
 @triton.jit
 def schedule(
-    queries, lens, begins, starts, items, origins, counters, leaders, num_rows, num_items, slots, width,
+    queries, lens, begins, starts, items, origins, counters, leaders, num_rows, num_items, slots, even, width,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, MIN_KEYS: tl.constexpr, FIXED: tl.constexpr,
     KV_HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -20,8 +20,9 @@ def schedule(
     the first item of each tile, −1 past the last (see `merge`), as many as there are items without splits.
 
     A row's share of `slots` is its share of all key reads, so that every split takes about as long, but a split has
-    MIN_KEYS at least. FIXED > 0 splits by the row's own length alone, FIXED ways at most. Heavy tiles, the last ones
-    where attention is causal, come first. The items of a tile follow each other, split by split.
+    MIN_KEYS at least. Where most rows are equally long and others have hardly any keys, as padding, they share `even`.
+    FIXED > 0 splits by the row's own length alone, FIXED ways at most. Heavy tiles, the last ones where attention is
+    causal, come first. The items of a tile follow each other, split by split.
     """
     r = tl.arange(0, ROWS)
     inside = r < num_rows
@@ -38,7 +39,13 @@ def schedule(
         splits = tl.minimum(most, FIXED)
     else:
         reads = keys.to(tl.int64)
-        share = reads * slots // tl.maximum(tl.sum(reads * tiles, 0), 1)
+        total = tl.sum(reads * tiles, 0)
+        share = reads * slots // tl.maximum(total, 1)
+        longest = tl.max(tl.where(tiles > 0, reads, 0), 0)
+        long = 16 * reads > longest
+        count_long = tl.sum(tl.where(long, tiles, 0), 0)
+        equal = (9 * total >= 8 * count_long * longest) & (2 * count_long >= tl.sum(tiles, 0))
+        share = tl.where(equal, tl.where(long, even // tl.maximum(count_long, 1), 1), share)
         splits = tl.minimum(tl.maximum(share, 1), most.to(tl.int64)).to(tl.int32)
     ends = tl.cumsum(tiles * splits, 0)
 
