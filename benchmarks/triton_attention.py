@@ -30,7 +30,6 @@ from headstock.batch import SharedLevel
 from headstock.kv.layout import NHD
 from headstock_triton.backend import TritonAttention
 from headstock_triton.config import Config, able, find
-from headstock_triton.plan import NARROW_PROGRAMS
 
 CACHES = 400e6
 """Bytes of keys and values that the layers of one graph read in all, at least: eight times the L2 cache of an H200."""
@@ -38,7 +37,10 @@ CACHES = 400e6
 
 @dataclass(frozen=True)
 class Shape:
-    """One workload: `rows` requests of `new` new tokens over `cached` of their own and `shared` in common."""
+    """One workload: `rows` requests of `new` new tokens over `cached` of their own and `shared` in common.
+
+    `mixed`: of a sixteenth to all of `cached` instead, evenly spread.
+    """
 
     rows: int
     new: int
@@ -48,20 +50,32 @@ class Shape:
     kv_heads: int = 8
     head_dim: int = 128
     page: int = 16
+    mixed: bool = False
 
     @property
     def name(self) -> str:
-        what = f"{self.rows}×{self.cached}" if self.new == 1 else f"{self.rows}×{self.new}+{self.cached}"
+        cached = f"{self.cached // 16}…{self.cached}" if self.mixed else str(self.cached)
+        what = f"{self.rows}×{cached}" if self.new == 1 else f"{self.rows}×{self.new}+{cached}"
         return f"{self.shared} shared, {what}" if self.shared else what
 
     @property
     def length(self) -> int:
+        """Keys of the longest row."""
         return self.shared + self.cached + (self.new if self.new > 1 else 0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Keys of each row, in no order where they are mixed."""
+        if not self.mixed:
+            return [self.length] * self.rows
+        spread = torch.linspace(self.cached // 16, self.cached, self.rows).long()
+        return [self.shared + int(spread[7 * row % self.rows]) for row in range(self.rows)]
 
     @property
     def bytes(self) -> int:
         """Keys and values, each read once."""
-        return (self.shared + self.rows * (self.length - self.shared)) * self.kv_heads * self.head_dim * 4
+        keys = self.shared + sum(length - self.shared for length in self.lengths)
+        return keys * self.kv_heads * self.head_dim * 4
 
     @property
     def flops(self) -> float:
@@ -71,7 +85,8 @@ class Shape:
 
 
 DECODE = [Shape(64, 1, 4096), Shape(64, 1, 1024), Shape(8, 1, 4096), Shape(1, 1, 4096), Shape(1, 1, 32768),
-          Shape(256, 1, 1024)]  # fmt: skip
+          Shape(256, 1, 1024), Shape(24, 1, 8192), Shape(32, 1, 8192), Shape(32, 1, 8192, mixed=True),
+          Shape(72, 1, 8192), Shape(64, 1, 4096, mixed=True)]  # fmt: skip
 EXTEND = [Shape(4, 4096, 0), Shape(4, 512, 8192)]
 CASCADE = [Shape(64, 1, 256, 8192), Shape(256, 1, 128, 4096)]
 
@@ -95,7 +110,7 @@ class Work:
         table = torch.cat((order[:common].expand(shape.rows, -1), order[common:].view(shape.rows, own)), 1).contiguous()
         self.table = table.cuda()
         self.batch = ForwardBatch.from_lengths(
-            [shape.new] * shape.rows, [shape.length] * shape.rows, self.table, shape.page,
+            [shape.new] * shape.rows, shape.lengths, self.table, shape.page,
             shared_levels=self._levels(order[:common]) if shape.shared else (),
         )  # fmt: skip
         count = min(max(2, int(CACHES // shape.bytes) + 1), 24) if shape.new == 1 else 1
@@ -195,7 +210,7 @@ def triton_times(work: Work) -> dict[str, float]:
 def sdpa_time(work: Work) -> dict[str, float]:
     """torch's attention over keys that lie one after the other, which no paged cache gives it."""
     shape = work.shape
-    if shape.new not in (1, shape.length) or shape.shared:
+    if shape.new not in (1, shape.length) or shape.shared or shape.mixed:
         return {}
     q = Work._normal(shape.rows, shape.heads, shape.new, shape.head_dim)
     kv = [[Work._normal(shape.rows, shape.kv_heads, shape.length, shape.head_dim) for _ in "kv"] for _ in work.caches]
@@ -263,9 +278,9 @@ def candidates(block_m: int) -> Iterator[Config]:
         for n, warps, stages, registers in itertools.product((32, 64, 128), (4, 8), (2, 3, 4, 5), (0, 128)):
             yield Config(block_m, n, warps, stages, 2, 256, registers=registers)
         return
-    for n, warps, stages, programs in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 5), (1, 2, 4)):
+    for n, warps, stages, resident in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 5), (2, 3, 4)):
         for registers in (0, 128):
-            yield Config(block_m, n, warps, stages, programs, 128, registers=registers)
+            yield Config(block_m, n, warps, stages, 2, 128, resident, registers=registers)
 
 
 def time_with(work: Work, config: Config) -> float:
@@ -293,7 +308,7 @@ def tune(path: Path) -> None:
     """Writes what is best over all shapes of a kind, and the kernel of Hopper with it where that is faster still."""
     entries = []
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    full = [shape for shape in DECODE if shape.rows * shape.kv_heads >= NARROW_PROGRAMS * sms]
+    full = [shape for shape in DECODE if shape.rows * shape.kv_heads > sms]
     few = [shape for shape in DECODE if shape not in full]
     for block_m, filled, shapes in ((16, True, full), (16, False, few), (64, None, EXTEND), (128, True, EXTEND)):
         works = [Work(shape) for shape in shapes]

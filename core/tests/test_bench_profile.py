@@ -8,7 +8,7 @@ import os
 import pytest
 
 from headstock.bench.machine import Machine, changed, packages
-from headstock.bench.profile import Point, Profile, default_file, judge, read, save, shape_of
+from headstock.bench.profile import Point, Profile, check_writable, default_file, judge, read, save, shape_of
 from headstock.bench.tune import Tuner, default_grid, parse_budget
 from headstock.bench.workload import parse
 from headstock.capabilities import Capabilities
@@ -335,6 +335,17 @@ def test_a_pipe_in_a_profiles_place_stays_and_so_does_a_link(tmp_path):
     save(profile(), tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert read(tmp_path / "far" / "profile.json") == profile()
+
+
+def test_links_in_a_circle_are_refused_before_anything_is_measured(tmp_path):
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(HeadstockError, match="cannot write .*circle: Too many levels of symbolic links"):
+        check_writable(tmp_path / "circle")
+
+
+def test_a_profile_may_have_the_longest_name_that_a_file_can(tmp_path):
+    save(profile(), file := tmp_path / ("p" * 255))
+    assert read(file) == profile()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
