@@ -257,7 +257,7 @@ def test_the_document_is_json_with_every_figure(measured):
 
 
 def test_plots_are_drawn_for_what_varies_and_the_page_holds_everything(measured, tmp_path):
-    files = save(tmp_path / "new" / "folder", measured, LIMITS, {"device": "a <b> machine", "dtype": "float32"})
+    files = save(tmp_path / "new", measured, LIMITS, {"device": "a <b> machine", "dtype": "float32"})
     assert [file.name for file in files] == [
         "time-over-batch.png",
         "time-over-context.png",

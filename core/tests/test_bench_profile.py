@@ -339,7 +339,7 @@ def test_a_pipe_in_a_profiles_place_stays_and_so_does_a_link(tmp_path):
 
 def test_links_in_a_circle_are_refused_before_anything_is_measured(tmp_path):
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
-    with pytest.raises(HeadstockError, match="cannot write .*circle: Too many levels of symbolic links"):
+    with pytest.raises(HeadstockError, match=r"cannot write .*circle: Too many levels of symbolic links"):
         check_writable(tmp_path / "circle")
 
 

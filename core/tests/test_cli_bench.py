@@ -166,6 +166,8 @@ def test_plots_without_matplotlib_are_refused_before_anything_is_measured(headst
         (("bench", "decode:1x8", "--backend-option", "quick.a=1"), "the backend quick has no options"),
         (("tune", "--backend-option", "quick.a=1"), "the backend quick has no options"),
         (("diagnose", "decode:1x8", "--backend-option", "quick.a=1"), "the backend quick has no options"),
+        (("explain", "--backend-option", "quick.a=1"), "the backend quick has no options"),
+        (("prepare", "--backend-option", "quick.a=1"), "the backend quick has no options"),
         (("diagnose",), "needs a workload or a trace"),
         (("diagnose", "decode:1x8", "--from-trace", "t"), "needs a workload or a trace"),
         (("tune", "--budget", "soon"), "--budget cannot be read"),
@@ -176,6 +178,7 @@ def test_plots_without_matplotlib_are_refused_before_anything_is_measured(headst
         (("tune", "--grid", "decode:1x8"), "the grid has nothing to extend; given: decode:1x8"),
         (("tune", "--profile-file", "."), "cannot write ."),
         (("bench", "decode:1x8", "--plots", "config.json"), "cannot write to config.json"),
+        (("bench", "decode:1x8", "--plots", "a/b"), "cannot write to a/b: no such folder; given: a; would work"),
         (("bench", "decode:1x16", "--max-context", "8"), "decode:1x16 is longer than --max-context; given: 16"),
         (("diagnose", "decode:1x16", "--max-context", "8"), "decode:1x16 is longer than --max-context"),
         (("tune", *GRID, "--max-context", "8"), "decode:1x16 is longer than --max-context"),
@@ -248,20 +251,30 @@ def test_tune_says_what_it_replaces_before_it_measures(headstock, tmp_path):
     assert last == f"profile: p, {fewer} figures"
     os.utime(tmp_path / "p", (1e11, 1e11))
     assert f" figures of {datetime.date.today()}, which" in tune(*GRID)[0][0]
-    (tmp_path / "p").write_text("my notes", encoding="utf-8")
-    assert "notice: p has something that is no profile, which this run replaces" in tune(*GRID)[0][0]
+    (tmp_path / "p").write_text("", encoding="utf-8")
+    assert len(tune(*GRID)[0]) == 1
+
+
+def test_tune_writes_over_no_file_of_somebody_that_is_no_profile(headstock, tmp_path):
+    (tmp_path / "notes").write_text("my notes", encoding="utf-8")
+    code, _, told = headstock("tune", *GRID, "--profile-file", "notes")
+    assert code == 2
+    assert "is not written over" in told
+    assert "--profile-file with another name" in told
+    assert (tmp_path / "notes").read_text(encoding="utf-8") == "my notes"
 
 
 def test_an_interrupted_tune_leaves_the_profile_as_it_was_and_says_so(headstock, tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    (tmp_path / "p").write_text("before", encoding="utf-8")
+    headstock("tune", *GRID, "--profile-file", "p")
+    before = (tmp_path / "p").read_bytes()
     monkeypatch.setattr("headstock.bench.tune.by_turns", interrupted)
     code, out, err = headstock("tune", *GRID, "--profile-file", "p")
     assert (code, out) == (130, "")
     assert "interrupted: no profile was written" in err
-    assert (tmp_path / "p").read_text(encoding="utf-8") == "before"
+    assert (tmp_path / "p").read_bytes() == before
 
 
 def test_explain_shows_who_serves_which_batch_sizes_where_the_profile_tells_them_apart(headstock, tmp_path):

@@ -72,6 +72,17 @@ def test_a_sound_backend_passes_and_its_prints_stay_out_of_the_report(plugin, tm
     assert "no-such-package" not in report["environment"]
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "decode-paged-matches-1-of-1" in page
+    again = ("--case", "decode-paged-matches-1-of-1", "--report", str(tmp_path / "report.html"))
+    assert plugin("pass", *again).returncode == 0
+
+
+def test_a_report_is_written_over_no_other_file(plugin, tmp_path):
+    notes = tmp_path / "notes.html"
+    notes.write_text("<h1>my notes</h1>", encoding="utf-8")
+    done = plugin("pass", "--case", "decode-paged-matches-1-of-1", "--report", str(notes))
+    assert done.returncode == 2
+    assert "is no report, and is not written over" in done.stderr
+    assert notes.read_text(encoding="utf-8") == "<h1>my notes</h1>"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +118,8 @@ def test_people_are_told_what_failed_on_what_and_how_to_run_it_again(plugin):
     ("arguments", "said"),
     [
         (["--case", "decode-paged-matches-1-of-22"], "would work: decode-paged-matches-1-of-2"),
-        (["--phase", "extend"], "has no such case"),
+        (["--phase", "extend"], "does not serve this phase; given: extend; would work: decode"),
+        (["--option", "block"], "--option cannot be read; given: block; would work: KEY=VALUE"),
         (["--device", "cuda"], "no such GPU here"),
         (["--device", "teapot"], "unknown device"),
         (["--report", "/no/such/folder/report.html"], "no such folder"),

@@ -197,6 +197,15 @@ def test_an_import_that_fails_for_want_of_a_required_package_names_the_package(s
     assert "No module named 'no_such_kernels'" in fault.detail
 
 
+def test_an_import_that_nothing_installed_explains_is_mended_by_what_brings_it(site):
+    site.add("careless", "import no_such_kernels.fast")
+    site.add("torn", points="torn = no_such_module")
+    found = load("careless", "torn")
+    brought = "install what brings 'no_such_kernels', which it does not require by name, or pip uninstall careless-dist"
+    assert found["careless"].fault.cure == brought
+    assert found["torn"].fault.cure == "reinstall or remove it: pip uninstall torn-dist"
+
+
 def test_a_plugin_name_taken_twice_names_both_distributions_and_loads_neither(site):
     site.add("same", distribution="first-dist")
     site.add("same", distribution="second-dist")

@@ -71,6 +71,22 @@ def test_one_that_raises_is_told_of_once_and_left_out_while_others_go_on(error):
         assert words in notice
 
 
+def test_one_that_raises_while_it_is_called_again_is_told_of_once_and_stops_nothing():
+    """As an observer may that runs a step of its own, or one that two threads call."""
+    told, depth = [], []
+
+    def after_forward(batch):
+        depth.append(batch)
+        if len(depth) < 3:
+            observers.notify("after_forward", batch=batch)
+        raise ValueError("no such counter")
+
+    observers = Observers([plugin("bad", after_forward)], told.append)
+    observers.notify("after_forward", batch=1)
+    observers.notify("after_forward", batch=2)
+    assert (len(depth), len(told)) == (3, 1)
+
+
 def test_an_interrupt_passes():
     def before_forward(batch):
         raise KeyboardInterrupt

@@ -13,7 +13,7 @@ import triton
 from headstock.testing.problem import Result, make_problem
 from headstock.testing.rig import Rig
 from headstock_triton.backend import TritonAttention
-from headstock_triton.launch import Launch, kind
+from headstock_triton.launch import KINDS, Launch, kind
 from headstock_triton.table import compiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,7 +48,9 @@ def descriptors():
     ]  # fmt: skip
 
 
-def test_triton_is_asked_once_for_each_kind_of_arguments(monkeypatch):
+@pytest.fixture
+def ran(monkeypatch):
+    """What a kernel `f` was run with that has arguments x, n and scale and a constant SIZE, and how it was found."""
     ran = []
 
     class Function:
@@ -67,6 +69,10 @@ def test_triton_is_asked_once_for_each_kind_of_arguments(monkeypatch):
     monkeypatch.setattr("headstock_triton.launch.INTERPRETING", False)
     monkeypatch.setattr("headstock_triton.launch.KNOWN", True)
     monkeypatch.setattr("headstock_triton.launch.KERNELS", {"f": Function()})
+    return ran
+
+
+def test_triton_is_asked_once_for_each_kind_of_arguments(ran):
     launch, memory = Launch("f", {"OTHER": 1, "SIZE": 4}, num_warps=2), torch.zeros(64)
     named = {"SIZE": 4, "num_warps": 2, "enable_fp_fusion": True}
     for x, n, scale, known in [
@@ -79,6 +85,15 @@ def test_triton_is_asked_once_for_each_kind_of_arguments(monkeypatch):
         direct = ("direct", (7, 1, 1), [n, scale, 4])
         assert (what, grid, given[1:]) == (direct if known else ("looked up", (7,), [n, scale, named]))
     assert not ran
+
+
+def test_kinds_that_do_not_come_again_are_not_kept_for_ever(ran):
+    launch, memory = Launch("f", {"SIZE": 4}), torch.zeros(64)
+    for n in range(2, 5000):
+        for _ in range(2):
+            launch((1,), {"x": memory, "n": n, "scale": 1.0})
+    assert [what for what, *_ in ran] == ["looked up", "direct"] * 4998
+    assert len(launch._compiled) <= KINDS
 
 
 @pytest.mark.parametrize("attention", ["paged", "mla"])

@@ -69,7 +69,7 @@ def page(images: Mapping[str, bytes], measured: Sequence[Measured], limits: Limi
 
 
 def save(folder: Path, measured: Sequence[Measured], limits: Limits, where: Mapping[str, Any]) -> list[Path]:
-    """Writes the images and `bench.html` into `folder`, which is made; returns the files."""
+    """Writes the images and `bench.html` into `folder`, which is made in one that is there; returns the files."""
     images = draw(measured, limits)
     contents = {f"{name}.png": image for name, image in images.items()}
     contents["bench.html"] = page(images, measured, limits, where).encode()
@@ -81,9 +81,12 @@ def save(folder: Path, measured: Sequence[Measured], limits: Limits, where: Mapp
 
 
 def make_folder(folder: Path) -> None:
-    """Makes `folder` where there is none; raises HeadstockError where it cannot be made or written to."""
+    """Makes `folder`, in one that is there; raises HeadstockError where it cannot be made or written to."""
+    if not folder.parent.is_dir():
+        works = "--plots with a folder in one that is there"
+        raise HeadstockError(f"cannot write to {folder}: no such folder", given=folder.parent, works=works)
     with _refusing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
 
 

@@ -180,13 +180,13 @@ def check_writable(file: Path) -> None:
 
 
 def contents(file: Path) -> str:
-    """What lies where a profile is to be written, in words; empty where nothing does."""
-    if not file.exists():
+    """What the profile has that lies where one is to be written, in words; empty where nothing, or an empty file, does.
+
+    HeadstockError, as `read` has it, for anything else.
+    """
+    if not file.exists() or not file.stat().st_size:
         return ""
-    try:
-        figures = len(read(file).points)
-    except HeadstockError:
-        return "something that is no profile"
+    figures = len(read(file).points)
     written = min(max(file.stat().st_mtime, 0), time.time())  # a file system may tell of years that no calendar has
     return f"{figures} figures of {datetime.date.fromtimestamp(written)}"
 

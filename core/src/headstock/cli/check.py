@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,11 +64,10 @@ def check(
     from headstock.testing.report import as_dict, as_html
     from headstock.testing.suite import Suite
 
-    if report is not None and (report.is_dir() or not report.parent.is_dir()):
-        why = "it is a folder" if report.is_dir() else "no such folder"
-        raise HeadstockError(f"cannot write {report}: {why}", works="--report with a file in a folder that is there")
+    if report is not None:
+        _check_report(report)
     level = "full" if full else "quick"
-    own = {key: value for key, _, value in (each.partition("=") for each in option or ())}
+    own = dict(_key_and_value(each) for each in option or ())
     options: dict[str, Any] = {
         "options": own,
         "device": device,
@@ -89,6 +89,23 @@ def check(
             raise HeadstockError(what, works="--report with another file") from None
     if not all(outcome.good for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def _check_report(file: Path) -> None:
+    """Refuses, before anything is run, what a report cannot be written to, or not without losing something else."""
+    if file.is_dir() or not file.parent.is_dir():
+        why = "it is a folder" if file.is_dir() else "no such folder"
+        raise HeadstockError(f"cannot write {file}: {why}", works="--report with a file in a folder that is there")
+    with suppress(OSError):  # what cannot be read is told of when it is written to
+        if file.is_file() and file.stat().st_size and b"<title>Conformance of" not in file.read_bytes()[:1000]:
+            raise HeadstockError(f"{file} is no report, and is not written over", works="--report with another name")
+
+
+def _key_and_value(option: str) -> tuple[str, str]:
+    key, equals, value = option.partition("=")
+    if not (key and equals):
+        raise HeadstockError("--option cannot be read", given=option, works="KEY=VALUE")
+    return key, value
 
 
 def _run(name: str, options: dict[str, Any], suite: Suite, exitfirst: bool, timeout: float, jobs: int) -> list[Outcome]:

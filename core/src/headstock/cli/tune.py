@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -61,7 +62,7 @@ def tune(settings: Settings, budget: Budget = "60s", grid: Grid = None, json: JS
     if shared := [load.name for load in loads if load.shared]:
         raise HeadstockError("tune measures no shared prefixes", given=shared[0], works="decode and extend")
 
-    from headstock.bench.profile import check_writable, contents, save
+    from headstock.bench.profile import check_writable, save
     from headstock.device import Device
     from headstock.load import own_options
 
@@ -71,8 +72,7 @@ def tune(settings: Settings, budget: Budget = "60s", grid: Grid = None, json: JS
         raise_unsolved(decision)
     file = choices.profile_file or default_file(machine, needs)
     check_writable(file)
-    if there := contents(file):
-        note(f"notice: {file} has {there}, which this run replaces; another --profile-file keeps that")
+    _say_what_is_replaced(file, named=choices.profile_file is not None)
     tuner = Tuner(config, needs, candidates, policy, Device.open(choices.device), options=options)
     try:
         with stdout_to_stderr(), progress(not json and sys.stderr.isatty()) as report:
@@ -102,6 +102,21 @@ def tune(settings: Settings, budget: Budget = "60s", grid: Grid = None, json: JS
     if tuned.left:
         note(f"notice: {tuned.left} of {tuned.left + tuned.measured} workloads were left out; --budget gives more time")
     note(f"profile: {file}, {len(profile.points)} figures")
+
+
+def _say_what_is_replaced(file: Path, named: bool) -> None:
+    """Tells of a profile that is there; refuses to write over what is none and was named by somebody."""
+    from headstock.bench.profile import contents
+
+    try:
+        there = contents(file)
+    except HeadstockError as error:
+        if named:
+            works = "--profile-file with another name, or this file removed"
+            raise HeadstockError(f"{error.what}, and is not written over", given=file, works=works) from None
+        there = "something that is no profile"
+    if there:
+        note(f"notice: {file} has {there}, which this run replaces; another --profile-file keeps that")
 
 
 def _ordered(points: list[Point]) -> list[Point]:

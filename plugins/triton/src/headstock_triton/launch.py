@@ -41,6 +41,9 @@ KERNELS = _kernels()
 KNOWN = compiles(triton.__version__)
 """Whether it was read of this Triton what it compiles kernels for (see `kind`). Any other is asked at each launch."""
 
+KINDS = 256
+"""How many kinds of arguments a launch remembers: strides that grow with a batch may be of another kind each time."""
+
 Grid = tuple[int, ...]
 Arguments = Mapping[str, Any]
 """Tensors, None for those that are not there, descriptors of tensors, and numbers, by their names in a kernel."""
@@ -74,6 +77,8 @@ class Launch:
         key = tuple(map(kind, given))
         compiled = self._compiled.get(key) if KNOWN else None
         if compiled is None:
+            if len(self._compiled) >= KINDS:
+                self._compiled.clear()
             self._compiled[key] = KERNELS[self.kernel][grid](
                 *given, **self.constants, **self.options, enable_fp_fusion=True
             )
