@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pty
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 import uuid
 from io import TextIOWrapper
@@ -246,7 +249,7 @@ def test_choices_reach_negotiation_and_their_origin_is_told(generate, tmp_path):
     assert f"{tmp_path / 'headstock.toml'}: page-size 4" in err
     assert "--attention-backend Simple" in err
     assert "asked for (--attention-backend)" in err
-    assert "output 1 tokens" in err
+    assert "output 2 tokens" in err
 
 
 def test_a_decision_pins_a_run(generate, model, plain, tmp_path, monkeypatch, capsys):
@@ -275,7 +278,7 @@ def test_what_fails_during_a_run_is_told_at_its_end(generate, tmp_path):
     code, _, err = generate("Hi", "--max-tokens", 3)
     *_, speed, notice = err.splitlines()
     assert code == 0
-    assert "tokens/s" in speed
+    assert re.search(r"; output 3 tokens, [\d.]+ tokens/s after the first; ", speed)
     assert notice.startswith(
         "notice: after_forward of the plugin plain (plain-dist 1.0) failed and is left out: OSError"
     )
@@ -288,12 +291,29 @@ def test_options_of_a_backend_that_was_not_chosen_are_told(generate, tmp_path):
     two = "capabilities=can), Offer(name='spare', backend=Plain, options=Options, capabilities=can)]"
     path.write_text(BACKEND.replace("capabilities=can)]", two), encoding="utf-8")
     err = generate("Hi", "--max-tokens", 1, "--backend-option", "spare.upcast=false")[2]
-    assert err.count("notice: the options of spare are not used: another backend was chosen") == 1
+    notice = "notice: the options of spare are not used: another backend was chosen"
+    assert err.count(notice) == 1
+    code, _, err = generate("Hi", "--max-tokens", 1, "--backend-option", "spare.upcats=false")
+    assert (code, err) == (2, "headstock: the backend spare has no option 'upcats'; would work: upcast, perhaps\n")
+
+
+@pytest.mark.parametrize("error", ["ValueError", "headstock.HeadstockError"])
+def test_a_backend_that_fails_in_the_middle_of_a_run_is_a_failure_and_no_refusal(generate, tmp_path, error):
+    [module] = (tmp_path / "site").glob("plain_*.py")
+    at = "            at = torch.arange(length)\n"
+    fails = f"            if length > 20:\n                import headstock; raise {error}('lost a page')\n"
+    module.write_text(BACKEND.replace(at, fails + at), encoding="utf-8")
+    code, _, err = generate("Hi", "--max-tokens", 30)
+    assert code == 1
+    last = err.splitlines()[-1]
+    assert "a step of plain (plain-dist 1.0) failed: " in last
+    assert last.endswith("lost a page; would work: another backend; type: headstock check plain")
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (["Hi", "--stop-token-ids", "99999999"], "stop_token_ids has a token outside the vocabulary; given: 99999999"),
         (["x" * 64, "--raw"], "the prompt leaves no room for an answer; given: 64 tokens in a context of 64"),
         (["x" * 8, "--raw", "--max-context", 8], "or a longer context; type: --max-context 64"),
         (["Hi", "--output", "/no/such/folder/out"], "cannot write /no/such/folder/out: no such folder"),
@@ -310,19 +330,58 @@ def test_prompts_and_output_are_checked_before_weights_are_read(generate, model,
 def test_an_earlier_output_survives_a_refusal(generate, model, tmp_path):
     folder, output = shutil.copytree(model, tmp_path / "damaged"), tmp_path / "out.jsonl"
     (folder / "model.safetensors").write_bytes(b"no weights")
-    output.write_text("earlier", encoding="utf-8")
+    assert generate("earlier", "--max-tokens", 1, "--output", output)[0] == 0
+    earlier = output.read_bytes()
     assert refused(generate("Hi", "--model", folder, "--output", output), "model.safetensors")
-    assert output.read_text(encoding="utf-8") == "earlier"
+    assert output.read_bytes() == earlier
     assert refused(generate("x" * 40, "--raw", "--kv-tokens", 48, "--output", output), "never fit into the KV cache")
-    assert output.read_text(encoding="utf-8") == "earlier"
+    assert output.read_bytes() == earlier
 
 
-def test_an_output_whose_lines_could_not_be_put_in_order_is_refused(generate, tmp_path, monkeypatch):
-    output, access = tmp_path / "out.jsonl", os.access
-    output.write_text("earlier", encoding="utf-8")
-    monkeypatch.setattr(os, "access", lambda path, mode: access(path, mode) and path != tmp_path)
-    assert refused(generate("Hi", "--output", output), "out.jsonl: its folder is not writable")
-    assert output.read_text(encoding="utf-8") == "earlier"
+def test_an_output_replaces_answers_and_nothing_else(generate, model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    config, made = folder / "config.json", tmp_path / "out.jsonl"
+    before = config.read_bytes()
+    for more in ([], ["--resume"]):
+        outcome = generate("Hi", "--model", folder, "--output", config, *more)
+        assert refused(outcome, f"{config}:1 is no answer of this program, and is not written over; given: '{{")
+        assert outcome[2].endswith(f"type: --output {config}.answers\n")
+        assert config.read_bytes() == before
+    assert refused(generate("Hi", "--output", f"{made}/"), f"cannot write {made}/: it is the name of a folder")
+    assert not made.exists()
+    for prompt in ("one", "two"):
+        assert generate(prompt, "--max-tokens", 1, "--output", made)[0] == 0
+        assert json.loads(made.read_bytes())["prompt"] == prompt
+
+
+def test_standard_output_by_its_name_is_a_stream_or_the_file_behind_it(plain, model, tmp_path):
+    command = [sys.executable, "-c", START, "generate", "Hi", "--model", model, "--max-tokens", "2", "--device", "cpu"]
+    done = subprocess.run([*command, "--output", "/dev/stdout"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, json.loads(done.stdout)["tokens"]) == (0, 2), done.stderr
+    (tmp_path / "diary").write_text("a day\n", encoding="utf-8")
+    with (tmp_path / "diary").open("a", encoding="utf-8") as diary:
+        done = subprocess.run([*command, "--output", "/dev/stdout"], stdout=diary, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, (tmp_path / "diary").read_text(encoding="utf-8")) == (2, "a day\n")
+    assert done.stderr.decode().endswith(f"type: --output {tmp_path / 'diary'}.answers\n")
+
+
+def test_a_pipe_that_is_not_emptied_does_not_outlast_a_second_sigterm(plain, model, tmp_path):
+    records = [{"prompt": "x" * 50, "max_tokens": 1}] * 40
+    file, pipe = jsonl(tmp_path / "in.jsonl", *records), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+    waiting = struct.pack("i", 0)
+    process = slow_process(model, tmp_path, "--prompt-file", file, "--output", pipe, stderr=subprocess.DEVNULL)
+    until(lambda: struct.unpack("i", fcntl.ioctl(reader, termios.FIONREAD, waiting))[0] > 3500)
+    time.sleep(0.2)  # the next line does not fit
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    os.close(reader)
+    assert process.returncode == -signal.SIGTERM
 
 
 def test_a_run_tells_how_long_answers_took_and_whether_the_cache_was_too_small(generate, tmp_path):
@@ -397,12 +456,26 @@ GOOD_LINE = '{"prompt": "fine"}\n'
         (["Hi", "--max-context", "65"], "at most 64"),
         (["Hi", "--output", "/no/such/folder/out"], "/no/such/folder/out"),
         (["x" * 64, "--raw"], "64 tokens"),
-        (["Hi", "--model", "/no/such/model"], "/no/such/model"),
+        (["Hi", "--model", "/no/such/model"], "there is no model at /no/such/model"),
+        (["Hi", "--model", "loop"], "cannot read loop: Too many levels of symbolic links"),
+        (["Hi", "--model", "loop.gguf"], "cannot read loop.gguf: Too many levels of symbolic links"),
+        (["Hi", "--model", "x" * 300], "File name too long"),
+        (["Hi", "--model", "/dev/null"], "/dev/null is no folder and no .gguf file"),
+        (["Hi", "--model", "meta-llama/Llama-3-8B"], "as headstock downloads nothing; or no model named"),
+        (["Hi", "--model", "meta-llama/Llama-3-8B"], "type: hf download meta-llama/Llama-3-8B --local-dir"),
         (["--prompt-file", "/no/such/prompts"], "/no/such/prompts"),
     ],
 )
-def test_bad_flags_are_refused_with_a_cure(generate, arguments, told):
+def test_bad_flags_are_refused_with_a_cure(generate, tmp_path, arguments, told):
+    for loop in ("loop", "loop.gguf"):
+        (tmp_path / loop).symlink_to(loop)
     assert refused(generate(*arguments), told)
+
+
+def test_an_empty_path_is_no_model(generate):
+    code, out, err = generate("Hi", "--model", "")
+    assert (code, out) == (2, "")
+    assert "Invalid value for '--model': given: ''; would work: a path" in err
 
 
 @pytest.mark.parametrize(
@@ -611,7 +684,7 @@ def test_more_prompts_may_follow_and_nothing_is_run_twice(generate, tmp_path):
     first = output.read_bytes()
     assert generate(*flags) == (0, "", f"{output} has 2 answers already, 0 are to come\n")
     jsonl(file, {"prompt": "one"}, {"prompt": "two"}, {"prompt": "three\u2028four"})
-    assert "output 3 tokens" in generate(*flags)[2]
+    assert "output 4 tokens" in generate(*flags)[2]
     assert output.read_bytes().startswith(first)
     assert json.loads(output.read_bytes().splitlines()[2])["prompt"] == "three\u2028four"
 

@@ -39,6 +39,7 @@ def refused(**changes) -> str:
     with pytest.raises(ModelError) as caught:
         ModelConfig.from_hf(raw)
     assert "\n" not in str(caught.value)
+    assert caught.value.works
     return str(caught.value)
 
 
@@ -153,7 +154,7 @@ def test_dtype_has_two_names(key):
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"hidden_size": ...}, ["hidden_size", "required"]),
         ({"max_position_embeddings": ...}, ["max_position_embeddings"]),
-        ({"vocab_size": 0}, ["vocab_size", "0"]),
+        ({"vocab_size": 0}, ["vocab_size=0; would work: greater than 0"]),
         ({"vocab_size": "many"}, ["vocab_size", "many"]),
         ({"vocab_size": True}, ["vocab_size", "True"]),
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers"]),
@@ -227,7 +228,7 @@ def test_any_value_of_any_key_is_taken_or_refused(family, data):
         (None, ["cannot read", "config.json", "Hugging Face"]),
         (b"{", ["not JSON"]),
         (b"\xff\xfe\x00", ["cannot read", "utf-8"]),
-        (b"[1]", ["no JSON object", "list"]),
+        (b"[1]", ["no JSON object", "list", "would work: an object"]),
     ],
 )
 def test_an_unreadable_config_names_the_file(content, words, tmp_path):

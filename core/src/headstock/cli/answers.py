@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headstock.cli.destination import occupied, unwritable
 from headstock.cli.output import Lines, Place
 from headstock.cli.prompts import Prompt
 from headstock.cli.settings import Settings
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from headstock.engine.request import Completion
 
 TELLING = ("dtype", "kv_dtype", "max_context")  # the choices that change a text; others change speed and rounding alone
+KEYS = {"version", "index", "text", "finish_reason", "error", "prompt_tokens", "tokens", "options"}
+BEGINNING = f'{{"version": {DOCUMENT_VERSION}, "index": '.encode()
 
 
 class Answers:
@@ -57,7 +61,11 @@ def made_with(settings: Settings, raw: bool) -> dict[str, Any]:
     """What the answers of a run depend on besides each prompt's own sampling; defaults are left out."""
     choices = settings.choices.model_dump(mode="json", exclude_defaults=True, include=set(TELLING))
     model = settings.choices.model
-    return {"model": "embedded" if model is None else str(model.resolve()), **({"raw": True} if raw else {}), **choices}
+    return {
+        "model": "embedded" if model is None else os.path.realpath(model),
+        **({"raw": True} if raw else {}),
+        **choices,
+    }
 
 
 def answer(prompt: Prompt, completion: Completion, made_with: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,21 +88,34 @@ def answered(output: Path, prompts: Sequence[Prompt], made_with: Mapping[str, An
 
     Raises HeadstockError, naming the line, for anything else that is not an answer to these prompts with these options.
     """
-    if not output.is_file():
-        return {}
-    places, start = {}, 0
-    *whole, last = output.read_bytes().split(b"\n")
-    for number, line in enumerate([*whole, last], start=1):
-        document = _document(line)
-        if document is not None:
-            _check(document, f"{output}:{number}", prompts, made_with)
-            if not document.get("error"):
-                places[document["index"]] = Place(start, len(line))
-        elif line.strip() and number <= len(whole):
-            works = "--output with another file, or no --resume"
-            raise HeadstockError(f"{output}:{number} is no answer of this program", works=works)
-        start += len(line) + 1
+    places = {}
+    for where, place, document in written(output):
+        _check(document, where, prompts, made_with)
+        if not document.get("error"):
+            places[document["index"]] = place
     return places
+
+
+def written(output: Path) -> Iterator[tuple[str, Place, dict[str, Any]]]:
+    """The answers in a file: which line each is, where it lies, and its document; a torn last line is passed over.
+
+    Raises HeadstockError, naming the line, for what this program did not write: it is somebody's, and would be lost.
+    """
+    if not output.exists():
+        return
+    start, ours = 0, False
+    try:
+        with output.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                document = _document(line)
+                if document is not None:
+                    ours = True
+                    yield f"{output}:{number}", Place(start, len(line.removesuffix(b"\n"))), document
+                elif line.strip() and not _torn(line, ours):
+                    raise occupied(output, number, line)
+                start += len(line)
+    except OSError as error:
+        raise unwritable(output, f"what it holds cannot be read: {error.strerror}") from None
 
 
 def _document(line: bytes) -> dict[str, Any] | None:
@@ -102,7 +123,13 @@ def _document(line: bytes) -> dict[str, Any] | None:
         document = json.loads(line)
     except (ValueError, RecursionError):  # of the encoding, the syntax, or what nobody writes
         return None
-    return document if isinstance(document, dict) and type(document.get("index")) is int else None
+    ours = isinstance(document, dict) and document.keys() >= KEYS and document["version"] == DOCUMENT_VERSION
+    return document if ours and type(document["index"]) is int else None
+
+
+def _torn(line: bytes, ours: bool) -> bool:
+    """Whether a line was cut while it was written: the last one, after others of ours or as these begin."""
+    return not line.endswith(b"\n") and (ours or line.startswith(BEGINNING) or BEGINNING.startswith(line))
 
 
 def _check(document: dict[str, Any], where: str, prompts: Sequence[Prompt], made_with: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -12,17 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstock.cli.answers import Answers, answered, made_with
+from headstock.cli.answers import Answers, answered, made_with, written
+from headstock.cli.destination import Destination, file_name, unwritable
 from headstock.cli.hardware import Hardware
 from headstock.cli.options import Choices, Limits, takes
-from headstock.cli.output import Lines, OrderedStream, Place, check_output, claimed, opened
+from headstock.cli.output import Lines, OrderedStream, Place
 from headstock.cli.prompts import Prompt, encode, read_prompts
 from headstock.cli.question import model_config, question
 from headstock.cli.settings import Settings
 from headstock.cli.summary import describe, tell_choice, tell_notices, tell_speed
 from headstock.cli.tables import note, progress
 from headstock.engine.sampling import SamplingParams
-from headstock.errors import HeadstockError, PluginError
+from headstock.errors import HeadstockError, StepError
 from headstock.negotiate import negotiate
 from headstock.plugins import describe_fault, installed
 from headstock.prints import stdout_to_stderr
@@ -38,7 +40,10 @@ File = Annotated[
     Path | None, typer.Option(metavar="PATH", help="JSONL: a prompt or messages per line, with sampling of their own")
 ]
 Output = Annotated[
-    Path | None, typer.Option(metavar="PATH", help="write a JSON line per prompt to this file, not to standard output")
+    Path | None,
+    typer.Option(
+        metavar="PATH", parser=file_name, help="write a JSON line per prompt to this file, not to standard output"
+    ),
 ]
 AsJSON = Annotated[bool, typer.Option("--json", help="write a JSON line per prompt; --prompt-file does so anyway")]
 Resume = Annotated[
@@ -64,22 +69,30 @@ def generate(
     Streams the answer to standard output; which backend runs, and how fast, goes to standard error.
     """
     prompts = read_prompts(prompt, prompt_file, settings.sampling)
-    check_output(output, prompt_file)
-    with claimed(output):
-        _generate(settings, prompts, output, raw, resume, json or output is not None or prompt_file is not None, quiet)
+    as_json = json or output is not None or prompt_file is not None
+    if output and prompt_file and os.path.realpath(output) == os.path.realpath(prompt_file):
+        raise unwritable(output, "it is the file of the prompts")
+    with Destination.claimed(output) if output else nullcontext() as destination:
+        _generate(settings, prompts, destination, raw, resume, as_json, quiet)
 
 
 def _generate(
-    settings: Settings, prompts: list[Prompt], output: Path | None, raw: bool, resume: bool, as_json: bool, quiet: bool
+    settings: Settings,
+    prompts: list[Prompt],
+    output: Destination | None,
+    raw: bool,
+    resume: bool,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Answers what is not answered yet."""
     options = made_with(settings, raw)
-    places = _places(output, prompts, options) if resume else {}
+    places = _places(output, prompts, options, resume)
     prompts = [each for each in prompts if each.number not in places]
-    if places and not quiet:
-        note(f"{output} has {len(places)} answers already, {len(prompts)} are to come")
-    if output is not None and not prompts:
-        with opened(output, places):
+    if output and places and not quiet:
+        note(f"{output.path} has {len(places)} answers already, {len(prompts)} are to come")
+    if output and not prompts:
+        with output.opened(places):
             return  # all of it whole lines, and in order
     shown = not quiet and sys.stderr.isatty()
     runner, tokenizer, ids = _load(settings, prompts, raw, shown)
@@ -116,15 +129,26 @@ def _generate(
         raise typer.Exit(1)
 
 
-def _places(output: Path | None, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> dict[int, Place]:
-    if output is None:
-        raise HeadstockError("--resume goes on with a file", works="--output FILE")
-    return answered(output, prompts, options)
+def _places(
+    output: Destination | None, prompts: Sequence[Prompt], options: Mapping[str, Any], resume: bool
+) -> dict[int, Place]:
+    """Where the answers lie that a run goes on from; HeadstockError for an output that holds anything but answers."""
+    if resume:
+        if output is None or output.stream:
+            given = output and f"{output.path}, which holds none"
+            raise HeadstockError("--resume goes on with a file", given=given, works="--output FILE")
+        return answered(output.path, prompts, options)
+    if output and not output.stream:
+        for _ in written(output.path):
+            pass  # any answers may be replaced, and nothing else
+    return {}
 
 
-def _lines(output: Path | None, places: Mapping[int, Place], as_json: bool) -> AbstractContextManager[Lines | None]:
+def _lines(
+    output: Destination | None, places: Mapping[int, Place], as_json: bool
+) -> AbstractContextManager[Lines | None]:
     if output is not None:
-        return opened(output, places)
+        return output.opened(places)
     return OrderedStream(sys.stdout) if as_json else nullcontext()
 
 
@@ -186,17 +210,19 @@ def _run(
                     said = describe(engine.stats, time.perf_counter() - started)
                     report("generating", answers.done, len(asked), said)
         except (Exception, SystemExit) as error:
-            if isinstance(error, HeadstockError) or not hasattr(error, "__notes__"):
+            if not hasattr(error, "__notes__"):
                 raise
             what = f"{error.__notes__[-1]}: {describe_fault(error).what}"  # the runner notes whose it is
-            raise PluginError(what, works="another backend", type="headstock doctor") from error
+            winners = (winner.backend for choice in engine.runner.decision.choices for winner in choice.winners)
+            looks = " or ".join(f"headstock check {name}" for name in dict.fromkeys(winners))
+            raise StepError(what, works="another backend", type=looks) from error
 
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], int]]:
     """Tells which signal asked for an end, or 0, so that a step comes to its own: Ctrl-C, or a kind kill.
 
-    The second Ctrl-C interrupts at once.
+    The second Ctrl-C interrupts at once, and a second kill ends the process.
     """
     heard = 0
 
@@ -204,6 +230,7 @@ def _interruptible() -> Iterator[Callable[[], int]]:
         nonlocal heard
         heard = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     before = {each: signal.signal(each, hear) for each in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from headstock.errors import ModelError
 from headstock.models.deepseek_config import MLAConfig, MoEConfig, read_deepseek
-from headstock.models.record import Factor, Record, Size, parse, read_json
+from headstock.models.folder import check_folder
+from headstock.models.record import Factor, Record, Size, bad_config, parse, read_json
 from headstock.models.rope_config import RopeConfig, read_ropes
 
 DType = Literal["float32", "float16", "bfloat16"]
@@ -89,6 +89,7 @@ class ModelConfig(Record):
         Raises ModelError when the folder or a field is missing, malformed or not supported.
         """
         folder = Path(path)
+        check_folder(folder)
         raw = read_json(folder / "config.json")
         generation = folder / "generation_config.json"
         eos = read_json(generation).get("eos_token_id") if generation.exists() else None
@@ -108,9 +109,9 @@ class ModelConfig(Record):
         _divide(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
         if mla is None and head_dim % 2:
             given = f"head_dim={head_dim}, hidden_size={hf.hidden_size}, num_attention_heads={heads}"
-            raise ModelError("config.json: rotary embeddings need an even head_dim", given=given)
+            raise bad_config("rotary embeddings need an even head_dim", given=given)
         if hf.dtype and hf.torch_dtype and hf.dtype != hf.torch_dtype:
-            raise ModelError("config.json: dtype and torch_dtype disagree", given=f"{hf.dtype}, {hf.torch_dtype}")
+            raise bad_config("dtype and torch_dtype disagree", f"{hf.dtype}, {hf.torch_dtype}", "one of the two")
         bias = hf.attention_bias and family.reads_attention_bias
         rope, local_rope = read_ropes(raw, hf.max_position_embeddings, family.thetas)
         shape = LayerShape(
@@ -228,27 +229,25 @@ def _family(raw: dict[str, Any]) -> _Family:
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None:
         given = f"model_type={raw.get('model_type')!r}"
-        raise ModelError("config.json: this model_type is not supported", given=given, works=", ".join(FAMILIES))
+        raise bad_config("this model_type is not supported", given=given, works=", ".join(FAMILIES))
     named = raw.get("architectures") or []
     if not isinstance(named, list):
-        raise ModelError("config.json: architectures must be a list", given=f"{named!r:.80}")
+        raise bad_config("architectures must be a list", f"{named!r:.80}", f'["{family.architecture}"]')
     if named and family.architecture not in named:
         given = f"architectures={named!r}"
-        raise ModelError("config.json: not a causal language model", given=given, works=family.architecture)
+        raise bad_config("not a causal language model", given=given, works=family.architecture)
     if raw.get("quantization_config"):
         method = raw["quantization_config"]
         method = method.get("quant_method", method) if isinstance(method, dict) else method
         works = "the model's unquantised weights (float32, float16 or bfloat16)"
-        raise ModelError(
-            "config.json: quantised weights are not supported", given=f"quant_method={method!r}", works=works
-        )
+        raise bad_config("quantised weights are not supported", given=f"quant_method={method!r}", works=works)
     return family
 
 
 def _divide(whole: int, part: int, whole_name: str, part_name: str) -> int:
     if whole % part:
         given = f"{whole_name}={whole}, {part_name}={part}"
-        raise ModelError(f"config.json: {whole_name} must be a multiple of {part_name}", given=given)
+        raise bad_config(f"{whole_name} must be a multiple of {part_name}", given=given)
     return whole // part
 
 
@@ -257,7 +256,7 @@ def _windows(family: _Family, hf: _HuggingFaceConfig) -> list[int | None]:
     used = family.window != "never" and (family.window != "by layer" or hf.use_sliding_window)
     window = hf.sliding_window if used else None
     if window is None and family.window == "by pattern":
-        raise ModelError("config.json: sliding_window is null", works="the window of the model's windowed layers")
+        raise bad_config("sliding_window is null", works="the window of the model's windowed layers")
 
     def windowed(index: int) -> bool:
         if family.window == "by pattern":
@@ -275,6 +274,6 @@ def _windows(family: _Family, hf: _HuggingFaceConfig) -> list[int | None]:
             or (window is None and "sliding_attention" in hf.layer_types)
         ):
             given = f"layer_types={hf.layer_types}, num_hidden_layers={len(kinds)}, sliding_window={window}"
-            raise ModelError("config.json: layer_types contradicts the layers and the window", given=given)
+            raise bad_config("layer_types contradicts the layers and the window", given=given)
         kinds = list(hf.layer_types)
     return [window if kind == "sliding_attention" else None for kind in kinds]

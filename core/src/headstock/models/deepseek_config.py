@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headstock.errors import ModelError
-from headstock.models.record import Factor, Record, Size, parse
+from headstock.models.record import Factor, Record, Size, bad_config, parse
 
 
 class MLAConfig(Record):
@@ -105,10 +104,10 @@ def read_deepseek(raw: dict[str, Any]) -> tuple[MLAConfig, MoEConfig]:
     keys = parse(_Keys, {**DEFAULTS[kind], **raw})
     if keys.num_key_value_heads not in (None, keys.num_attention_heads):
         given = f"num_key_value_heads={keys.num_key_value_heads}, num_attention_heads={keys.num_attention_heads}"
-        raise ModelError("config.json: latent attention has a key head for each query head", given=given)
+        raise bad_config("latent attention has a key head for each query head", given=given)
     if keys.qk_rope_head_dim % 2:
         given = f"qk_rope_head_dim={keys.qk_rope_head_dim}"
-        raise ModelError("config.json: rotary embeddings need an even qk_rope_head_dim", given=given)
+        raise bad_config("rotary embeddings need an even qk_rope_head_dim", given=given)
     mla = MLAConfig(
         q_rank=keys.q_lora_rank, kv_rank=keys.kv_lora_rank, nope_dim=keys.qk_nope_head_dim,
         rope_dim=keys.qk_rope_head_dim, v_dim=keys.v_head_dim, interleaved=keys.rope_interleave,
@@ -122,10 +121,10 @@ def _experts(keys: _Keys, kind: str) -> MoEConfig:
     if keys.topk_method not in methods or keys.scoring_func not in (None, scoring):
         given = f"topk_method={keys.topk_method!r}, scoring_func={keys.scoring_func!r}"
         works = f"{' or '.join(methods)} with {scoring} scores"
-        raise ModelError(f"config.json: not the routing of {kind}", given=given, works=works)
+        raise bad_config(f"not the routing of {kind}", given=given, works=works)
     if keys.norm_topk_prob and kind == "deepseek_v2":
-        raise ModelError(
-            "config.json: norm_topk_prob is not supported in a deepseek_v2, whose definitions differ on what it does",
+        raise bad_config(
+            "norm_topk_prob is not supported in a deepseek_v2, whose definitions differ on what it does",
             given="norm_topk_prob=true", works="false, as in every published model",
         )  # fmt: skip
     limited = keys.topk_method != "greedy"
@@ -136,11 +135,11 @@ def _experts(keys: _Keys, kind: str) -> MoEConfig:
     if rest or top_groups > groups or top_k > top_groups * size or size < least:
         given = f"n_routed_experts={experts}, n_group={groups}, topk_group={top_groups}, num_experts_per_tok={top_k}"
         works = f"groups of equal size, {least} or more, of which the best hold num_experts_per_tok"
-        raise ModelError("config.json: experts cannot be chosen like this", given=given, works=works)
+        raise bad_config("experts cannot be chosen like this", given=given, works=works)
     shared_size = keys.moe_intermediate_size * keys.n_shared_experts
     if shared_size > 2**31:
         given = f"n_shared_experts={keys.n_shared_experts}, moe_intermediate_size={keys.moe_intermediate_size}"
-        raise ModelError("config.json: shared experts are too large together", given=given, works="a product up to 2³¹")
+        raise bad_config("shared experts are too large together", given=given, works="a product up to 2³¹")
     return MoEConfig(
         num_experts=experts, top_k=top_k, intermediate_size=keys.moe_intermediate_size, shared_size=shared_size,
         scoring=scoring, num_groups=groups, top_groups=top_groups, normalised=keys.norm_topk_prob,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ def convert(
     for a file that is missing, damaged, or of an architecture, quantisation or tokenizer that is not supported, and for
     a cache that cannot be written.
     """
-    source, cache = Path(path).resolve(), Path(cache_dir)
+    source, cache = Path(os.path.realpath(path)), Path(cache_dir)
     folder = cache / _key(source, dtype)
     if not is_complete(folder):
         with writing(folder) as unfinished:

@@ -15,6 +15,7 @@ Size = Annotated[int, Field(gt=0, le=2**31)]
 Factor = Annotated[float, Field(gt=0)]
 T = TypeVar("T", bound=BaseModel)
 FOLDER = "a Hugging Face model folder (config.json, *.safetensors, tokenizer.json) or a .gguf file"
+PUBLISHED = "the config.json that the model was published with"
 
 
 class Record(BaseModel):
@@ -29,8 +30,15 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"cannot read {path}: it is no regular file", works=FOLDER)
     content = parse_json(read_text(path, FOLDER, ModelError), path, "download the file again", ModelError)
     if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no JSON object", given=type(content).__name__)
+        raise ModelError(
+            f"{path} holds no JSON object", given=type(content).__name__, works='an object: {"key": value, …}'
+        )
     return content
+
+
+def bad_config(what: str, given: object = None, works: str = PUBLISHED) -> ModelError:
+    """The refusal of what a `config.json` says."""
+    return ModelError(f"config.json: {what}", given=given, works=works)
 
 
 def parse(record: type[T], raw: dict[str, Any], where: str = "") -> T:
@@ -40,5 +48,7 @@ def parse(record: type[T], raw: dict[str, Any], where: str = "") -> T:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join([*where.split(), *map(str, first["loc"])])
-        given = None if first["type"] == "missing" else f"{key}={first['input']!r:.200}"
-        raise ModelError(f"config.json: {key}: {first['msg']}", given=given) from None
+        if first["type"] == "missing":
+            raise bad_config(f"{key} is required, and missing") from None
+        given, works = f"{key}={first['input']!r:.200}", first["msg"].removeprefix("Input should be ")
+        raise bad_config(f"{key} is not valid", given, works) from None

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from headstock.errors import ModelError
-from headstock.models.record import Factor, Record, Size, parse
+from headstock.models.record import Factor, Record, Size, bad_config, parse
 
 Weight = Annotated[float, Field(ge=0, le=1e6)]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
@@ -66,7 +65,7 @@ def read_ropes(
     kinds = {"full_attention": raw, "sliding_attention": {"rope_theta": raw.get("rope_local_base_freq")}}
     own = raw.get("rope_parameters") or {}
     if not isinstance(own, dict) or not own.keys() <= kinds.keys():
-        raise ModelError("config.json: rope_parameters must be by kind of layer", given=own, works=", ".join(kinds))
+        raise bad_config("rope_parameters must be by kind of layer", given=own, works=", ".join(kinds))
     full, local = ({**top, "rope_parameters": own.get(kind)} for kind, top in kinds.items())
     return _rope(full, max_context, thetas[0]), _rope(local, max_context, thetas[1])
 
@@ -79,13 +78,13 @@ def _rope(raw: dict[str, Any], max_context: int, theta: float = 10_000.0) -> Rop
     sources["the top level"] = {key: raw.get(key) for key in keys}
     for name, entries in sources.items():
         if not isinstance(entries, dict):
-            raise ModelError(f"config.json: {name} must be an object", given=repr(entries))
+            raise bad_config(f"{name} must be an object", given=repr(entries))
         for key, value in entries.items():
             key = "rope_type" if key == "type" else key
             if value is not None and given.setdefault(key, value) != value:
-                raise ModelError(f"config.json: contradictory {key}", given=f"{given[key]!r} and, in {name}, {value!r}")
-    if given.pop("partial_rotary_factor", 1) != 1:
-        raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
+                raise bad_config(f"contradictory {key}", given=f"{given[key]!r} and, in {name}, {value!r}")
+    if (part := given.pop("partial_rotary_factor", 1)) != 1:
+        raise bad_config("this partial_rotary_factor is not supported", given=f"{part!r:.80}", works="1")
     given.setdefault("rope_theta", theta)
     return _complete_rope(parse(RopeConfig, given, "rope_parameters"), set(given), max_context)
 
@@ -97,13 +96,13 @@ def _complete_rope(rope: RopeConfig, given: set[str], max_context: int) -> RopeC
     if rope.rope_type == "yarn" and rope.factor is None:
         rope, given = rope.model_copy(update={"factor": max_context / original}), given | {"factor"}
     if missing := needed - given:
-        raise ModelError(f"config.json: rope_type {rope.rope_type!r} needs {', '.join(sorted(missing))}")
+        raise bad_config(f"rope_type {rope.rope_type!r} needs {', '.join(sorted(missing))}")
     known = needed | optional | {"rope_type", "rope_theta", "original_max_position_embeddings"}
     if unread := given - known:
-        raise ModelError(f"config.json: rope_type {rope.rope_type!r} does not read {', '.join(sorted(unread))}")
+        raise bad_config(f"rope_type {rope.rope_type!r} does not read {', '.join(sorted(unread))}")
     if rope.rope_type == "yarn" and rope.rope_theta <= 1:
-        raise ModelError("config.json: yarn needs a rope_theta above 1", given=rope.rope_theta)
+        raise bad_config("yarn needs a rope_theta above 1", given=rope.rope_theta)
     if rope.low_freq_factor and rope.high_freq_factor and rope.low_freq_factor >= rope.high_freq_factor:
         factors = f"{rope.low_freq_factor}, {rope.high_freq_factor}"
-        raise ModelError("config.json: rope low_freq_factor must be below high_freq_factor", given=factors)
+        raise bad_config("rope low_freq_factor must be below high_freq_factor", given=factors)
     return rope.model_copy(update={"original_max_position_embeddings": original})
