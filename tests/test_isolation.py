@@ -200,7 +200,7 @@ def test_what_was_asked_for_by_name_and_fails_is_refused_with_its_traceback_wher
     *traceback, last = [line for line in done.stderr.splitlines() if line not in ("printed", "echoed")]
     assert done.stdout == ""
     assert last.startswith(f"headstock: the backend {name} ({name}-dist 1.5) failed: {FAULTS[name]}")
-    assert "headstock doctor" in last
+    assert last.endswith(f"type: headstock check {name}")
     assert any(f"isolated_{name}" in line and "backend.py" in line for line in traceback)
     assert traceback.count("Traceback (most recent call last):") == 2
 
@@ -218,8 +218,9 @@ def test_what_a_backend_prints_stays_out_of_the_text(generate):
 
 
 def test_a_backend_that_fails_in_a_run_is_named(generate):
-    told = generate("丁" * 9, "--attention-backend", "noisy", code=2, plugins="noisy").stderr
+    told = generate("丁" * 9, "--attention-backend", "noisy", code=1, plugins="noisy").stderr
     assert "a step of noisy (noisy-dist 1.5) failed: AssertionError: lost on the way" in told
+    assert told.endswith("type: headstock check noisy\n")
     assert "Traceback" not in told
 
 

@@ -89,9 +89,17 @@ def test_a_misspelt_axis_is_answered_with_the_nearest(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"phases": {"decoding"}}, "phases: unknown decoding, known: extend, decode"),
+        ({"phases": {"decoding"}}, "phases: unknown decoding, did you mean 'decode'? known: extend, decode"),
         ({"attention": {"paged", "linear"}}, "attention: unknown linear, known: paged, ragged, mla"),
-        ({"dtypes": {"bf16"}}, "dtypes: unknown bf16, known: bfloat16, float16, float32, float64"),
+        (
+            {"dtypes": {"bf16"}},
+            "dtypes: unknown bf16, did you mean 'bfloat16'? known: bfloat16, float16, float32, float64",
+        ),
+        (
+            {"devices": {"gpu"}},
+            "devices: unknown gpu, did you mean 'cuda'? known: cpu, cuda, mps, xpu, hpu, mtia, maia, "
+            "xla, vulkan, npu, mlu, musa, privateuseone",
+        ),
         ({"devices": "cuda"}, "devices: expected a set of names, given 'cuda'"),
         ({"devices": set()}, "devices: an empty set covers nothing"),
         ({"kv_dtypes": set()}, "kv_dtypes: an empty set covers nothing"),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import uuid
+import warnings
 from importlib.util import find_spec
 
 import pytest
@@ -34,6 +35,22 @@ def attention_backends():
         compute_capability=range({least}, 200),
     )
     return [Offer(name="{name}", backend="nowhere_at_all:Backend", capabilities=can, aliases=("{name}-alias",))]
+"""
+TUNABLE = """
+import pydantic
+from headstock import Capabilities, Offer, hookimpl
+
+
+class Options(pydantic.BaseModel):
+    block: int = 16
+
+
+@hookimpl
+def attention_backends():
+    can = Capabilities(
+        devices={"cuda"}, phases={"decode"}, attention={"ragged"}, head_dims={8}, dtypes={"float32"},
+    )
+    return [Offer(name="tunable", backend="nowhere_at_all:Backend", capabilities=can, options=Options)]
 """
 BROKEN = {
     "raises": "raise OSError('libkernel.so: cannot open shared object file')",
@@ -119,7 +136,7 @@ def test_importing_the_command_line_imports_no_rich():
 def test_help_tells_exit_codes_and_commands(headstock):
     code, out, _ = headstock("--help")
     assert code == 0
-    for word in ("generate", "plugins", "backends", "explain", "doctor", "Exit codes", "130"):
+    for word in ("generate", "plugins", "backends", "explain", "doctor", "Exit codes", "130", "143", "a prompt"):
         assert word in out
 
 
@@ -152,6 +169,16 @@ def test_plugins_shows_broken_ones_beside_the_others(install, headstock):
         "name": "sound", "status": "ok", "distribution": "sound-dist", "distribution_version": "1.5",
         "module": listed["sound"]["module"], "backends": ["sound"], "hooks": ["attention_backends"], "fault": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("command", [["plugins"], ["check", "raises"]])
+def test_the_traceback_of_a_fault_is_shown_to_those_who_ask(install, headstock, command):
+    install("raises", BROKEN["raises"])
+    line = "line 1, in <module>\n"
+    assert line not in "".join(headstock(*command)[1:])
+    assert line in "".join(headstock("--verbose", *command)[1:])
+    [plugin] = json.loads(headstock("plugins", "--json")[1])["plugins"]
+    assert line in plugin["fault"]["detail"]
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
@@ -187,6 +214,33 @@ def test_nothing_installed_is_said_and_is_no_failure(install, headstock):
     assert headstock("plugins")[0] == 0
     assert json.loads(headstock("plugins", "--json")[1]) == {"version": 1, "plugins": []}
     assert json.loads(headstock("backends", "--json")[1])["backends"] == []
+
+
+@pytest.mark.parametrize("command", ["plugins", "backends"])
+def test_plugins_that_are_all_left_out_are_not_said_to_be_missing(install, headstock, monkeypatch, command):
+    install("winner")
+    monkeypatch.setenv("HEADSTOCK_PLUGINS", "winer")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        code, _, err = headstock(command)
+    assert code == 0
+    warned, told = err.splitlines()
+    assert warned == "headstock: warning: HEADSTOCK_PLUGINS names no installed plugin: 'winer'; did you mean 'winner'?"
+    assert told.startswith("HEADSTOCK_PLUGINS=winer leaves out every installed plugin: ")
+    assert "winner" in told
+    assert told.endswith("; type: unset HEADSTOCK_PLUGINS")
+
+
+def test_a_name_that_no_plugin_has_is_warned_of_once(install, headstock, model, monkeypatch):
+    install("winner")
+    monkeypatch.setenv("HEADSTOCK_PLUGINS", "winer")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")  # as where what is asked twice is asked from two places
+        code, out, err = headstock("explain", "--model", model, "--device", "cpu")
+    assert code == 2
+    assert "there is no backend to serve extend" in out
+    assert "type: headstock plugins" in out
+    assert err.count("names no installed plugin") == 1
 
 
 def test_backends_shows_every_axis_as_declared(install, headstock):
@@ -278,13 +332,25 @@ def test_a_pinned_decision_is_given_again_or_refused(install, headstock, model, 
         (["--max-context", "-1"], "--max-context"),
         (["--max-context", "4096"], "at most 128"),
         (["--dtype", "float23"], "--dtype"),
+        (["--dtype", "bf16"], "--dtype: input should be 'auto', 'float32', 'float16' or 'bfloat16' (did you mean 'bf"),
+        (["--kv-dtype", "fp8"], "or 'uint8' (did you mean 'float8_e4m3fn'?), given 'fp8'"),
+        (
+            ["--device", "gpu"],
+            "--device: unknown device; given: gpu; would work: cuda, perhaps (known: auto, cpu, cuda,",
+        ),
+        (["--device", "meta"], "unknown device; given: meta; would work: "),
+        (["--device", "cpu:3"], "there is one CPU; given: cpu:3"),
+        (["--backend-option", "winner.blk=3"], "the backend winner has no options; given: blk"),
+        (["--backend-option", "other.blk=3"], "the backend other has no options; given: blk"),
+        (["--backend-option", "tunable.blk=3"], "the backend tunable has no option 'blk'; would work: block, perhaps"),
+        (["--backend-option", "tunable.block=x"], "options of tunable: block: "),
         (["--assume-gpu", "h20000"], "h200, perhaps"),
         (["--assume-gpu", "h200", "--device", "cpu"], "--device cpu"),
-        (["--assume-gpu", "h200", "--device", "autofoo"], "--device autofoo"),
-        (["--assume-gpu", "h200", "--device", "cuda:x"], "--device cannot be read; given: cuda:x"),
-        (["--device", "cpu:x"], "--device cannot be read; given: cpu:x"),
-        (["--device", "auto:1"], "--device cannot be read"),
-        (["--device", "cpu:1:2"], "--device cannot be read"),
+        (["--assume-gpu", "h200", "--device", "autofoo"], "unknown device; given: autofoo"),
+        (["--assume-gpu", "h200", "--device", "cuda:x"], "--device: unreadable device; given: cuda:x"),
+        (["--device", "cpu:x"], "--device: unreadable device; given: cpu:x"),
+        (["--device", "auto:1"], "--device: unreadable device"),
+        (["--device", "cpu:1:2"], "--device: unreadable device"),
         (["--model", "x" * 5000], "File name too long"),
         (["--device", "cuda:9"], "--assume-gpu"),
         (["--model", "/no/such/folder"], "/no/such/folder"),
@@ -295,6 +361,8 @@ def test_a_pinned_decision_is_given_again_or_refused(install, headstock, model, 
 )
 def test_bad_input_is_one_line_with_a_cure(install, headstock, model, arguments, told):
     install("winner")
+    install("other", least=150)
+    install("tunable", TUNABLE)
     if "--model" not in arguments:
         arguments = ["--model", model, *arguments]
     code, out, err = headstock("explain", *arguments)
@@ -316,14 +384,28 @@ def test_a_backend_that_cannot_names_the_axis(install, headstock, model, flags, 
 
 def test_same_is_no_dtype_of_a_cache(install, headstock, model):
     install("any-backend")
-    code, out, _ = headstock("explain", "--model", model, "--device", "cpu", "--kv-dtype", "same")
-    assert code == 2
-    assert "kv_dtypes" in out
+    code, out, err = headstock("explain", "--model", model, "--device", "cpu", "--kv-dtype", "same")
+    assert (code, out, one_line(err)) == (2, "", True)
+    assert "--kv-dtype: input should be 'auto', 'bfloat16'" in err
+
+
+def test_options_in_a_file_are_checked_and_told_of_where_their_backend_is_not_chosen(
+    install, headstock, model, tmp_path
+):
+    install("winner")
+    install("tunable", TUNABLE)
+    (tmp_path / "headstock.toml").write_text("[backend-option.tunable]\nblock = 32\n", encoding="utf-8")
+    code, out, _ = headstock("explain", "--model", model, "--device", "cpu")
+    assert (code, out.count("the options of tunable are not used: another backend was chosen")) == (0, 1)
+    (tmp_path / "headstock.toml").write_text("[backend-option.tunable]\nblok = 32\n", encoding="utf-8")
+    code, out, err = headstock("explain", "--model", model, "--device", "cpu")
+    assert (code, out) == (2, "")
+    assert err == "headstock: the backend tunable has no option 'blok'; would work: block, perhaps\n"
 
 
 def test_what_a_file_asks_for_is_blamed_on_the_file(install, headstock, model, tmp_path):
     install("winner")
-    for line in ('attention-backend = "nope"', "max-context = 4096"):
+    for line in ('attention-backend = "nope"', "max-context = 4096", 'device = "gpu"', 'kv-dtype = "fp8"'):
         (tmp_path / "headstock.toml").write_text(line, encoding="utf-8")
         code, _, err = headstock("explain", "--model", model)
         assert (code, one_line(err)) == (2, True)
@@ -360,6 +442,7 @@ def test_a_gguf_file_is_known_in_any_spelling(install, headstock, tmp_path):
         (["page_size"], 0, "page_size"),
         (["choices", 0, "requirement", "page_size"], 16, "page size 16"),
         (["choices", 1, "requirement", "kv_layout"], "hnd", "KV layout hnd"),
+        (["requirements", 0, "page_size"], 16, "extend asks for page size 16"),
         (["choices", 0, "requirement", "kv_dtype"], "float8_e4m3fn", "is for another requirement"),
         (["choices", 0, "requirement", "head_dim"], 512, "is for another requirement"),
         (["choices", 0, "winners", 0, "record"], "nope", "record nope"),
@@ -390,6 +473,44 @@ def test_an_edited_decision_is_refused_and_never_replaced(install, headstock, mo
     code, out, err = headstock("explain", "--model", model, "--decision", pinned)
     assert (code, out, one_line(err)) == (2, "", True)
     assert told in err
+
+
+@pytest.mark.parametrize(("size", "given_again"), [(64, True), (48, True), (24, False)])
+def test_a_decision_edited_into_another_is_held_to_what_it_says_or_refused(
+    install, headstock, model, tmp_path, size, given_again
+):
+    install("first", pages="{16, 48, 64}")
+    decided = json.loads(headstock("explain", "--model", model, "--device", "cpu", "--json")[1])
+    for part in (decided, *(choice["requirement"] for choice in decided["choices"])):
+        part["page_size"] = size
+    pinned = tmp_path / "decision.json"
+    pinned.write_text(json.dumps(decided), encoding="utf-8")
+    flags = ("--model", model, "--device", "cpu")
+    code, out, _ = headstock("explain", *flags, "--decision", pinned, "--json")
+    assert code == (0 if given_again else 2)
+    again = Decision.model_validate_json(out)
+    if given_again:
+        asked = Decision.model_validate_json(headstock("explain", *flags, "--page-size", size, "--json")[1])
+        assert again.outcome == Decision.model_validate(decided).outcome == asked.outcome
+    else:
+        assert not again.solved
+        assert "page_sizes: needs 24" in again.conflict
+        assert "(the pinned decision)" in again.conflict
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (["explain", "--page-size", "x"], "'x'"),
+        (["explain", "--page-size=y"], "'y'"),
+        (["bench", "--rounds", "0"], "'0'"),
+        (["check", "winner", "-j", "0"], "'0'"),
+        (["check", "winner", "--phase", "prefill"], "'prefill'"),
+    ],
+)
+def test_wrong_usage_tells_what_was_given(install, headstock, arguments, given):
+    code, out, err = headstock(*arguments)
+    assert (code, out, err.count(given)) == (2, "", 1)
 
 
 def test_wrong_usage_exits_with_2(headstock):
@@ -453,6 +574,8 @@ def test_doctor_survives_what_kills_a_process(install, headstock):
     report = json.loads(out)
     plugins = {plugin["name"]: plugin["faults"] for plugin in report["plugins"]}
     assert (code, report["version"], report["healthy"]) == (1, 1, False)
+    assert "line 1, in <module>\n" in plugins["raises"][0]["detail"]
+    assert "No module named 'nowhere_at_all'" in plugins["absent"][0]["detail"]
     assert plugins["watcher"] == []
     told = {
         "absent": "nowhere_at_all", "aborts": signal.SIGABRT.name, "leaves": "exit code 3", "raises": "libkernel.so",

@@ -103,6 +103,32 @@ def test_declaring_more_of_latents_tests_more_of_them():
         assert names(offer(**changed), level="full") - names(offer(**small), level="full"), axis
 
 
+@pytest.mark.parametrize(
+    ("changes", "given"),
+    [
+        ({"head_dims": ANY}, "head_dims any, v_head_dims same"),
+        ({"head_dims": {64, 80}, "v_head_dims": {80, 96}}, "head_dims {64, 80}, v_head_dims {80, 96}"),
+        ({"head_dims": MultipleOf(16, max=64), "v_head_dims": range(64, 80)}, "v_head_dims 64…79"),
+        (
+            {"head_dims": {80}, "v_head_dims": {64}, "num_heads": {16}, "gqa_ratios": {8}},
+            "num_heads {16}, gqa_ratios {8}",
+        ),
+    ],
+)
+def test_latents_that_no_model_can_ask_for_are_refused_on_any_device(changes, given):
+    latent = {"attention": {"mla"}, "kv_layouts": {"latent"}, "gqa_ratios": ANY, **changes}
+    for devices in ({"cpu"}, {"cuda"}):
+        records = (record(), record(label="latent", devices=devices, **latent))
+        with pytest.raises(HeadstockError, match=r"no model can ask .* 'latent' of two") as caught:
+            Suite(Offer(name="two", backend=Specimen, capabilities=records))
+        assert given in str(caught.value)
+
+
+def test_a_latent_of_one_rope_number_is_enough():
+    latent = {"attention": {"mla"}, "kv_layouts": {"latent"}, "head_dims": {80, 81}, "v_head_dims": {80, 96}}
+    assert Suite(offer(**latent, num_heads=range(8, 17), gqa_ratios=range(16, 33))).cases
+
+
 def test_a_latent_record_is_tried_at_deepseeks_size_and_at_others():
     of = Offer(name="latents", backend=Specimen, capabilities=(LATENT,))
     found = names(of, level="full")

@@ -331,6 +331,7 @@ def test_other_refusals_name_what_is_wrong(make):
     for prompt, options, said in [
         ([], {}, "the prompt is empty"),
         ([256], {}, "outside the vocabulary"),
+        ([1], {"params": SamplingParams(stop_token_ids=(3, 256))}, "stop_token_ids has a .* outside the vocabulary; g"),
         ([1, 2.5], {}, "the prompt holds what is no token id; given: 2.5"),
         ([True], {}, "no token id; given: True"),
         (["text"], {}, "no token id; given: 'text'"),

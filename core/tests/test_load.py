@@ -11,8 +11,8 @@ import pytest
 from headstock import ANY, AttentionBackend, Capabilities, KVLayout, Offer
 from headstock.errors import PluginError
 from headstock.kv.layout import HND, NHD
-from headstock.load import load_backend, load_layout, load_options
-from headstock.offer import Candidate
+from headstock.load import load_backend, load_layout, load_options, own_options
+from headstock.offer import Candidate, Fault
 
 
 def candidate(backend, name="mine", *, extra_inputs=(), **offer):
@@ -132,6 +132,16 @@ def test_a_misspelling_in_a_base_class_is_found_too():
     assert "'forward_extend' is no hook" in refusal(type("Derived", (base,), {}))
 
 
+@pytest.mark.parametrize(("name", "arguments"), [("workspace_bytes", "self, spec"), ("prepare", "self, spec, report")])
+def test_what_is_asked_of_the_class_has_to_be_of_the_class(name, arguments):
+    hook = eval(f"lambda {arguments}: None")
+    said = refusal(type("Plain", (Good,), {name: hook}))
+    assert f"{name} is asked of the class" in said
+    assert "put @classmethod above it" in said
+    for kind in (classmethod, staticmethod):
+        load_backend(candidate(type("Sound", (Good,), {name: kind(hook)})))
+
+
 def test_extra_inputs_are_the_keyword_only_tensors_of_forward():
     class Sparse(Good):
         def forward(self, q, k, v, layer, batch, *, topk_indices, out, lse=None): ...
@@ -188,6 +198,22 @@ def test_options_that_are_wrong_are_refused_with_what_would_work(options, given,
     message = str(caught.value)
     assert all(words in message for words in said), message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("fault", [None, Fault(what="its package is missing")])
+def test_options_are_checked_whether_or_not_their_backend_can_be_chosen(fault):
+    mine = candidate(Good, options=Options).model_copy(update={"fault": fault})
+    assert own_options({"mine": {"split_size": 32}}, [mine]) == {"mine": {"split_size": 32}}
+    with pytest.raises(PluginError, match="no option 'splitsize'"):
+        own_options({"mine": {"splitsize": 32}}, [mine])
+
+
+def test_options_whose_model_is_broken_are_refused_unless_all_of_the_backend_is():
+    mine = candidate(Good, options="nowhere_at_all:Options")
+    with pytest.raises(PluginError, match="the options of mine does not load"):
+        own_options({"mine": {"split_size": 32}}, [mine])
+    broken = mine.failed(Fault(what="its package is missing"))
+    assert own_options({"mine": {"split_size": 32}}, [broken]) == {"mine": {"split_size": 32}}
 
 
 class Packed(NHD):

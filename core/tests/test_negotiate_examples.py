@@ -262,8 +262,10 @@ def test_a_page_size_in_the_requirement_is_kept() -> None:
     assert negotiate([need("extend", page_size=48), need()], [offer("a")]).page_size == 48
 
 
-def test_nothing_installed_is_said_as_such() -> None:
-    assert negotiate(BOTH, []).conflict.startswith("no backend is installed to serve extend: paged, 32/8 heads × 128")
+def test_nothing_to_choose_from_is_said_as_such() -> None:
+    conflict = negotiate(BOTH, []).conflict
+    assert conflict.startswith("there is no backend to serve extend: paged, 32/8 heads × 128")
+    assert conflict.endswith("; type: headstock plugins")
 
 
 # --- ranking --------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from headstock.capabilities import AXES, Capabilities, Feature
+from headstock.errors import NegotiationError
 from headstock.ints import ANY, MultipleOf
 from headstock.negotiate import Decision, Measurement, Policy, Requirement, negotiate
 from headstock.offer import Offer
@@ -578,6 +579,13 @@ def test_what_a_conflict_says_to_type_works(case: Case) -> None:
         assert policy.page_size not in (None, int(match[1]))
         assert negotiate(case.needs, case.offers(), policy.model_copy(update={"page_size": int(match[1])})).solved
         event("another page size")
+    elif match := re.fullmatch(r"(--\w+-attention-backend) (\S+), without --attention-backend", typed):
+        assert FLAGS[match[1]] not in policy.backends
+        backends = {scope: name for scope, name in policy.backends.items() if scope != "all"}
+        backends |= {FLAGS[match[1]]: policy.backends["all"]}
+        assert match[2] == policy.backends["all"]
+        assert negotiate(case.needs, case.offers(), policy.model_copy(update={"backends": backends})).solved
+        event("in one phase alone")
     elif match := re.fullmatch(r"(--(?:\w+-)?attention-backend|the choice for \S+) (\S+)", typed):
         scope = FLAGS.get(match[1]) or match[1].removeprefix("the choice for ")
         assert policy.backends[scope] != match[2]
@@ -593,7 +601,7 @@ def test_what_a_conflict_says_to_type_works(case: Case) -> None:
         assert negotiate(case.needs, case.offers()).solved
         event("without choices")
     else:
-        assert typed == "headstock explain --all"
+        assert typed == "the same flags after headstock explain --all"
 
 
 @some
@@ -605,6 +613,29 @@ def test_a_decision_survives_json_and_its_pin_gives_it_again(case: Case) -> None
         profiled = Policy(profile=case.policy.profile, by_batch=case.policy.by_batch)
         assert negotiate(case.needs, case.offers(), decision.pin(profiled)).outcome == decision.outcome
         assert decision.pin(case.policy).page_size == decision.page_size
+
+
+@some
+@given(cases(), st.integers(1, 64))
+def test_a_pin_of_another_page_size_is_held_to_the_letter_or_refused(case: Case, size: int) -> None:
+    """As a decision that was edited has it, which still agrees with itself."""
+    decision = case.decide()
+    if not decision.solved or decision.page_size is None or any(need.page_size for need in decision.requirements):
+        return
+    choices = [
+        each.model_copy(update={"requirement": each.requirement.model_copy(update={"page_size": size})})
+        if each.requirement.cached
+        else each
+        for each in decision.choices
+    ]
+    edited = Decision(**dict(decision) | {"page_size": size, "choices": choices})
+    try:
+        again = negotiate(case.needs, case.offers(), edited.pin(Policy()))
+    except NegotiationError as error:
+        event(f"refused: {error.what[:40]}")
+        return
+    assert not again.solved or again.outcome == edited.outcome
+    event("given again" if again.solved else "no solution")
 
 
 @pytest.mark.parametrize("name", [name for name, axis in AXES.items() if axis.kind == "feature"])

@@ -44,6 +44,40 @@ FIELD = [
 MANY = [offer(f"b{i}", head_dims={64}, **({"dtypes": {"float16"}} if i else {})) for i in range(9)]
 
 
+def test_a_backend_that_serves_one_phase_is_offered_for_that_phase_alone() -> None:
+    field = [offer("decoder", phases={"decode"}, page_sizes={16}), offer("wide"), offer("z", dtypes={"float16"})]
+    decision = negotiate(BOTH, field, Policy(backends={"all": "decoder"}))
+    assert not decision.solved
+    assert decision.conflict.endswith("; type: --decode-attention-backend decoder, without --attention-backend")
+    assert negotiate(BOTH, field, Policy(backends={"decode": "decoder"})).solved
+
+
+@pytest.mark.parametrize("failing", ["extend", "decode"])
+def test_what_is_refused_for_the_role_that_fails_comes_first(failing: str) -> None:
+    both = {"extend", "decode"}
+    asked = offer("asked", phases=both - {failing}, dtypes={"float32", "float16"}, head_dims={128})
+    field = [asked, offer("wide"), offer("near", dtypes={"float16"})]
+    decision = negotiate(BOTH, field, Policy(backends={"all": "asked"}))
+    lines = explain(decision)
+    refused = lines[lines.index("Refused") + 1 :]
+    roles = [line.split(":")[0].strip() for line in refused if "(all; " in line]
+    assert roles == [failing, failing, *(both - {failing})]
+
+
+def test_a_fault_is_no_reason_where_the_backend_could_not_serve_anyway() -> None:
+    missing = Fault(what="it needs the package 'kernels'", cure="pip install kernels")
+    elsewhere, here = (Candidate.of(offer(name, devices={device})) for name, device in (("gpu", "cuda"), ("x", "cpu")))
+    decision = negotiate(BOTH, [offer("half", dtypes={"float16"}), elsewhere.failed(missing), here.failed(missing)])
+    refused = {(each.backend, each.role): each for each in decision.refused}
+    for role in ("extend", "decode"):
+        assert refused["gpu", role].fault is None
+        assert [mismatch.axis for mismatch in refused["gpu", role].nearest[0].mismatches] == ["devices"]
+        assert (refused["x", role].fault, refused["x", role].nearest) == (missing, ())
+    told = error_lines(negotiate(BOTH, [offer("half", dtypes={"float16"}), elsewhere.failed(missing)]))
+    assert "kernels" not in told
+    assert "devices: needs cpu, offers {cuda}" in told
+
+
 def test_an_explanation_tells_need_choice_cache_notices_refusals_and_ranks() -> None:
     assert explain(negotiate(BOTH, FIELD), all=True) == [
         "Needed",
@@ -71,7 +105,7 @@ def test_an_explanation_tells_need_choice_cache_notices_refusals_and_ranks() -> 
 
 def test_a_short_explanation_counts_what_it_leaves_out() -> None:
     short, long = (explain(negotiate(BOTH, FIELD), all=every) for every in (False, True))
-    assert short[-1] == "  and 1 more: headstock explain --all"
+    assert short[-1] == "  and 1 more: the same flags after headstock explain --all"
     assert set(short[:-1]) < set(long)
     assert not any("--all" in line for line in long)
 
@@ -81,14 +115,14 @@ def test_an_error_is_the_conflict_the_three_nearest_and_what_all_lack_in_eight_l
     lines = error_lines(decision).splitlines()
     assert lines == [
         "no installed backend serves extend: paged, 8/2 heads × 128, float32, context 4096, cpu; "
-        "type: headstock explain --all",
+        "type: the same flags after headstock explain --all",
         "  extend: b0: head_dims: needs 128, offers {64}; try another backend",
         "  decode: b0: head_dims: needs 128, offers {64}; try another backend",
         "  extend: b1: dtypes: needs float32, offers {float16}; head_dims: needs 128, offers {64}; "
         "try --dtype float16, another backend",
         "  every backend lacks head_dims 128 (extend)",
         "  every backend lacks head_dims 128 (decode)",
-        "  and 15 more: headstock explain --all",
+        "  and 15 more: the same flags after headstock explain --all",
     ]
 
 

@@ -37,10 +37,19 @@ def test_what_is_there_or_not_asked_for_here_is_no_fault(line):
     ],
 )
 def test_what_is_missing_or_at_another_version_is_named_with_the_command_that_mends_it(line, what):
-    fault = missing_packages(["packaging", line, "another-missing-package"], {})
+    fault = missing_packages(["packaging", line], {})
     assert fault.what == what
     wanted = line.partition(";")[0]
     assert fault.cure == f'pip install "{wanted}"'
+
+
+def test_all_that_is_missing_is_named_at_once_with_one_command():
+    fault = missing_packages(["packaging", "no-such-package>=2", "another-one", "pluggy<1"], {})
+    assert fault.what == (
+        "it requires no-such-package>=2, which is not installed, and another-one, which is not installed, "
+        f"and pluggy<1, installed is {PLUGGY}"
+    )
+    assert fault.cure == 'pip install "no-such-package>=2" "another-one" "pluggy<1"'
 
 
 def test_a_line_that_is_no_requirement_is_damage_and_not_an_exception():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import pydantic
 import pytest
 
 from headstock import ANY, AttentionBackend, Capabilities, ModelRunner, Offer, WorkspaceBytes, hookimpl
@@ -107,7 +108,7 @@ def test_what_was_named_for_decode_and_fails_in_extend_stays_for_decode(backend,
 
 @pytest.mark.parametrize("backend", [FailsInDecode, FailsInConstructor])
 def test_what_was_named_for_decode_and_fails_in_decode_is_refused(backend):
-    with pytest.raises(PluginError, match=r"the backend bad .* failed: RuntimeError: .*headstock doctor"):
+    with pytest.raises(PluginError, match=r"the backend bad .* failed: RuntimeError: .*would work: another backend$"):
         runner(offer(backend, "bad", PREFERRED), offer(), backends={"decode": "bad"})
 
 
@@ -166,8 +167,11 @@ def test_a_cache_that_fits_beside_no_workspace_is_nobodys_fault():
 
 
 def test_options_for_a_backend_that_was_not_chosen_are_told():
-    given = {"Worse": {"speed": 1}}
-    ours = runner(offer(name="bad", aliases=("worse",)), offer(preference=PREFERRED), options=given)
+    class Options(pydantic.BaseModel):
+        speed: int = 0
+
+    given, bad = {"Worse": {"speed": 1}}, offer(name="bad", aliases=("worse",), options=Options)
+    ours = runner(bad, offer(preference=PREFERRED), options=given)
     assert ours.notices == ["the options of bad are not used: another backend was chosen"]
 
 

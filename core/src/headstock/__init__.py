@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from headstock.layer import AttentionLayer
     from headstock.offer import Offer
     from headstock.plugins import discover
+    from headstock.policy import Policy
     from headstock.runner.runner import ModelRunner
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ _HOMES = {
     "MultipleOf": "ints",
     "Offer": "offer",
     "PagedView": "kv.layout",
+    "Policy": "policy",
     "Progress": "backend",
     "Workspace": "backend",
     "WorkspaceBytes": "backend",
@@ -55,7 +57,7 @@ _HOMES = {
 __all__ = [
     "ANY", "AsyncEngine", "AttentionBackend", "AttentionLayer", "BackendSpec", "Capabilities", "Engine", "ForwardBatch",
     "GraphFallback", "HeadstockError", "KVLayout", "KVView", "LatentView", "ModelRunner", "MultipleOf", "Offer",
-    "PagedView", "Progress", "Workspace", "WorkspaceBytes", "discover", "hookimpl", "negotiate",
+    "PagedView", "Policy", "Progress", "Workspace", "WorkspaceBytes", "discover", "hookimpl", "negotiate",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
 from headstock.ints import ANY, Ints, IntSet, to_ints
+from headstock.vocabulary import CACHED, DEVICES, DTYPES, nearest
 
 if TYPE_CHECKING:
     from headstock.requirement import Requirement
@@ -23,8 +24,7 @@ MAX_PAGE_SIZE = 4096
 
 PHASES = ("extend", "decode")
 ATTENTION_KINDS = ("paged", "ragged", "mla")
-DTYPES = ("bfloat16", "float16", "float32", "float64")
-KV_DTYPES = ("same", *DTYPES, "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+KV_DTYPES = ("same", *CACHED)
 HOST_LENGTHS = ("none", "bound", "exact")
 
 
@@ -156,7 +156,9 @@ class Capabilities(BaseModel):
     label: str = ""
     preference: float = Field(default=0.0, ge=-1e6, le=1e6, allow_inf_nan=False)
 
-    devices: Annotated[Names, Domain(need="device", doc="torch device types the kernels run on", remedy="--device")]
+    devices: Annotated[
+        Names, Domain(need="device", doc="torch device types the kernels run on", remedy="--device", values=DEVICES)
+    ]
     phases: Annotated[
         Names, Domain(need="phase", doc="extend (any query lengths), decode (one query length)", values=PHASES)
     ]
@@ -245,7 +247,8 @@ class Capabilities(BaseModel):
         for name, axis in AXES.items():
             offered = getattr(self, name)
             if axis.values and (unknown := sorted(offered - set(axis.values))):
-                raise ValueError(f"{name}: unknown {', '.join(unknown)}, known: {', '.join(axis.values)}")
+                near = f"did you mean {meant!r}? " if (meant := nearest(unknown[0], axis.values)) else ""
+                raise ValueError(f"{name}: unknown {', '.join(unknown)}, {near}known: {', '.join(axis.values)}")
             if axis.kind in ("domain", "coupled") and offered == frozenset() and name != "kv_layouts":
                 raise ValueError(f"{name}: an empty set covers nothing")
         if self.attention & {"paged", "mla"}:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from headstock.decision import AGAIN, Refusal
+from headstock.capabilities import PHASES
+from headstock.decision import AGAIN, IN_FULL, Refusal
 from headstock.offer import Candidate
 from headstock.policy import Policy, flag
 from headstock.ranking import Entry, Ranking
@@ -13,6 +14,8 @@ from headstock.requirement import Requirement
 from headstock.solver import Group, Pick, Role, answering, cover, groups_of, solve
 
 PAGE_SIZE, LAYOUT = "--page-size", "--kv-layout"
+LISTING = "headstock plugins"
+"""What tells why there is no backend: none is installed, or the environment leaves all of them out."""
 
 
 def conflict(
@@ -26,15 +29,15 @@ def conflict(
     sets = [alternatives for group in groups for alternatives in group.alternatives]
     barren = next((each for each in sets if not any(role.entries for role in each)), None)
     what = _unserved(barren, field, refused, ranking.policy) if barren else _apart(groups)
-    cure = _choice_that_works(requirements, field, ranking)
-    return f"{what}; type: {cure or 'headstock explain --all'}"
+    cure = _choice_that_works(requirements, field, ranking) if field else LISTING
+    return f"{what}; type: {cure or IN_FULL}"
 
 
 def _unserved(alternatives: list[Role], field: list[Candidate], refused: Sequence[Refusal], policy: Policy) -> str:
     """Why nobody serves a role: what the backend asked for lacks, or the whole need."""
     needs = " or ".join(str(role.requirement) for role in alternatives)
     if not field:
-        return f"no backend is installed to serve {needs}"
+        return f"there is no backend to serve {needs}"
     lines = []
     for role in alternatives:
         scope, name = policy.chosen(role.requirement) or ("", "")
@@ -62,12 +65,28 @@ def _choice_that_works(requirements: Sequence[Requirement], field: list[Candidat
     """The first of the user's choices that, changed alone, lets a solution exist: what to type instead."""
     if ranking.policy.pinned:
         return AGAIN
+
+    def solved(policy: Policy) -> Pick | None:
+        other = Ranking(policy, ranking.wishes)
+        return solve(groups_of([cover(need, field, other) for need in requirements], policy), other)
+
+    for narrowed, policy in _narrowings(ranking.policy):
+        if solved(policy) is not None:
+            return narrowed
     for fixed, relaxed in _relaxations(ranking.policy):
-        other = Ranking(relaxed, ranking.wishes)
-        pick = solve(groups_of([cover(need, field, other) for need in requirements], relaxed), other)
-        if pick is not None:
+        if pick := solved(relaxed):
             return _instead(fixed, pick, requirements, ranking.policy)
     return ""
+
+
+def _narrowings(policy: Policy) -> Iterator[tuple[str, Policy]]:
+    """The backend asked for in every phase, asked for in one alone: what to type, and the policy."""
+    rest = dict(policy.backends)
+    name = rest.pop("all", None)
+    for phase in PHASES:
+        if name is not None and phase not in rest:
+            typed = f"{flag(phase)} {name}, without {flag('all')}"
+            yield typed, policy.model_copy(update={"backends": {**rest, phase: name}})
 
 
 def _relaxations(policy: Policy) -> Iterator[tuple[list[str], Policy]]:

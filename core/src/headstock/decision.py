@@ -46,7 +46,7 @@ class NearMiss(_Record):
 
 
 class Refusal(_Record):
-    """Why a candidate cannot serve a role: its fault, or its nearest records.
+    """Why a candidate cannot serve a role: its fault, or its nearest records, where it could not without a fault.
 
     A record is nearest if no other record of the offer fails only some of the axes that it fails.
     """
@@ -156,7 +156,7 @@ class Decision(_Record):
     def _agrees_with_itself(self) -> Decision:
         """There is one choice for each requirement, one page size, and one KV layout in each group.
 
-        Winners of a role serve ever larger batches, and the last one any.
+        What a requirement asks of them is what it got. Winners of a role serve ever larger batches, the last one any.
         """
         made_for = [(need.group, need.role) for need in self.requirements]
         if self.choices and [(choice.group, choice.role) for choice in self.choices] != made_for:
@@ -173,6 +173,10 @@ class Decision(_Record):
             if (settled.page_size, settled.kv_layout) != (size, layout):
                 given = f"page size {settled.page_size} and KV layout {settled.kv_layout}"
                 raise ValueError(f"choices: {need.where} has {given}, others have {size} and {layout}")
+            asked = (need.page_size or size, need.kv_layout or layout)
+            if need.cached and asked != (size, layout):
+                given = f"page size {asked[0]} and KV layout {asked[1]}"
+                raise ValueError(f"choices: {need.where} asks for {given}, it has {size} and {layout}")
         return self
 
     def cached(self, group: str) -> Requirement:
@@ -190,6 +194,12 @@ class Decision(_Record):
         """What runs, without the reasons: two decisions of one outcome drive a model alike."""
         served = ((c.requirement, tuple((w.max_batch, w.backend, w.record) for w in c.winners)) for c in self.choices)
         return self.page_size, tuple(served)
+
+    def unused(self, options: Iterable[str], max_batch: int | None = None) -> list[str]:
+        """What to say of options for backends that serve no role at up to `max_batch` rows (None: any)."""
+        serving = {winner.backend for choice in self.choices for winner in choice.within(max_batch)}
+        unused = [name for name in options if name not in serving]
+        return [f"the options of {name} are not used: another backend was chosen" for name in unused]
 
     def choice(self, group: str, role: str) -> Choice:
         """What was settled for one role; KeyError where the decision has no such role."""
@@ -279,3 +289,4 @@ def check_given_again(decision: Decision, policy: Policy) -> None:
 
 
 AGAIN = "headstock explain --json, to decide again"
+IN_FULL = "the same flags after headstock explain --all"

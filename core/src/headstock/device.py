@@ -17,6 +17,7 @@ from torch import Tensor
 from torch import dtype as Dtype
 
 from headstock.errors import HeadstockError
+from headstock.vocabulary import DEVICES, check_known
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -84,11 +85,14 @@ class Device:
         """The device called `name` as torch spells it, or for "auto" the first GPU, else the CPU."""
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
+        check_known("device", str(name).partition(":")[0], DEVICES)
         try:
             device = torch.device(name)
         except RuntimeError:
             raise HeadstockError("unknown device", given=name, works="cpu, cuda, cuda:1") from None
         if device.type == "cpu":
+            if device.index:
+                raise HeadstockError("there is one CPU", given=name, works="cpu")
             return cls(device, "CPU")
         if device.type == "cuda":
             if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():

@@ -28,6 +28,12 @@ class PluginError(HeadstockError):
     """A plugin that cannot be used: it failed to import, declares something invalid, or lacks a package."""
 
 
+class StepError(HeadstockError):
+    """A backend that failed in a step, once everything had been accepted: a failure, and no refusal."""
+
+    exit_code = 1
+
+
 class NegotiationError(HeadstockError):
     """No backend, or no combination of backends, covers what the model needs; `decision` holds every refusal."""
 

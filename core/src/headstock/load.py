@@ -90,11 +90,19 @@ def load_options(offer: Offer, given: Mapping[str, Any]) -> Any:
 def own_options(
     given: Mapping[str, Mapping[str, Any]], candidates: Sequence[Candidate]
 ) -> dict[str, Mapping[str, Any]]:
-    """Options by the names of their backends; refused is what no backend is called, has or accepts."""
+    """Options by the names of their backends; refused is what no backend is called, has or accepts.
+
+    Those of a backend that is broken are let pass where the model of its options is broken too.
+    """
     own = own_names(given, candidates)
     for each in candidates:
-        if each.offer is not None and each.name in own:
+        if each.offer is None or each.name not in own:
+            continue
+        try:
             load_options(each.offer, own[each.name])
+        except PluginError as error:
+            if each.usable or error.__cause__ is None:  # else nothing can tell, and nothing will run
+                raise
     return own
 
 
@@ -124,6 +132,10 @@ def _problem(backend: Any, offer: Offer) -> str:
         if name.startswith(HOOK_PREFIXES) and name not in hooks and inspect.isroutine(getattr(backend, name)):
             near = difflib.get_close_matches(name, hooks, 1, cutoff=0.3)
             return f"{name!r} is no hook; did you mean {near[0]!r}?" if near else f"{name!r} is no hook"
+    for name in hooks:
+        asked_of_the_class = isinstance(inspect.getattr_static(AttentionBackend, name), classmethod)
+        if asked_of_the_class and not isinstance(inspect.getattr_static(backend, name), classmethod | staticmethod):
+            return f"{name} is asked of the class, before there is an instance; put @classmethod above it"
     declared = frozenset().union(*(record.extra_inputs for record in offer.capabilities))
     signature = inspect.signature(backend.forward)
     kinds = {parameter.name: parameter.kind for parameter in signature.parameters.values()}

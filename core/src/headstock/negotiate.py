@@ -171,7 +171,7 @@ def _check_choices(requirements: Sequence[Requirement], field: list[Candidate], 
             near = difflib.get_close_matches(name, names, 1)
             raise NegotiationError(
                 f"there is no backend called {name!r} ({policy.origin(scope)})",
-                works=f"{near[0]!r}, perhaps" if near else ", ".join(names) or "nothing: no backend is installed",
+                works=f"{near[0]!r}, perhaps" if near else ", ".join(names) or "nothing: there is no backend",
                 type="headstock plugins",
             )
     for scope, schedule in policy.schedules.items():

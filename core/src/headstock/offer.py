@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from headstock.capabilities import AXES, Capabilities, check_names
 from headstock.errors import HeadstockError
 from headstock.requirement import Requirement
+from headstock.vocabulary import nearest
 
 if TYPE_CHECKING:
     from headstock.backend import BackendSpec
@@ -105,6 +106,9 @@ def _describe(problem: Mapping[str, Any]) -> str:
             return f"{path}: required"
         case "json_invalid":
             return reason[:1].lower() + reason[1:]
+        case "literal_error":
+            near = nearest(problem["input"], re.findall(r"'([^']*)'", problem["ctx"]["expected"]))
+            reason += f" (did you mean {near!r}?)" if near else ""
     where = f"{path}: " if path else ""
     return f"{where}{reason[:1].lower()}{reason[1:]}, given {problem['input']!r:.80}"
 
@@ -173,7 +177,7 @@ def own_names(
         if found is None:
             names = [each.name for each in candidates]
             near = [f"{each}, perhaps" for each in get_close_matches(name, names, 1)]
-            works = ", ".join(near or names) or "nothing: no backend is installed"
+            works = ", ".join(near or names) or "nothing: there is no backend (headstock plugins says why)"
             raise HeadstockError("there are options for a backend that nobody offers", given=name, works=works)
         own[found] = values
     return own

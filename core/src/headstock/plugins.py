@@ -109,6 +109,14 @@ def entry_points() -> list[metadata.EntryPoint]:
         return [point for points in found.values() for point in points]
 
 
+def none_loaded() -> str:
+    """Why no plugin is loaded, and what to do: none is installed, or the environment leaves all of them out."""
+    if names := sorted({point.name for point in entry_points()}):
+        given = f"{ALLOW_LIST}={os.environ.get(ALLOW_LIST, '')}"
+        return f"{given} leaves out every installed plugin: {', '.join(names)}; type: unset {ALLOW_LIST}"
+    return "no plugin is installed; the extras of headstock install some: pip install 'headstock[EXTRA]'"
+
+
 def _allowed(points: list[metadata.EntryPoint], allow: Iterable[str] | None) -> Callable[[str], bool]:
     """The allow-list as a test by name; unknown names warn with the nearest known one."""
     if allow is None:
@@ -150,12 +158,20 @@ def _load(point: metadata.EntryPoint, namesakes: list[metadata.EntryPoint], vers
         print(f"headstock: goes on without the plugin {point.name!r} ({distribution}): {hung}", file=sys.stderr)
         return Plugin(**plugin, fault=hung)
     except BaseException as error:
-        fault = describe_fault(error, f"reinstall or remove it: pip uninstall {distribution}")
+        fault = describe_fault(error, _cure(error, point, distribution))
         if missing:  # the likelier cause, and one that can be mended
             fault = missing.model_copy(update={"detail": fault.detail})
         return Plugin(**plugin, fault=fault)
     plugin |= {"offers": offers, "hooks": tuple(sorted(hooks)), "implementation": module}
     return Plugin(**plugin, fault=_version_fault(offers) or missing)
+
+
+def _cure(error: BaseException, point: metadata.EntryPoint, distribution: str) -> str:
+    """What may mend a plugin that did not load, of which all that its distribution requires is there."""
+    module = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    if module and module.partition(".")[0] != point.module.partition(".")[0]:
+        return f"install what brings {module!r}, which it does not require by name, or pip uninstall {distribution}"
+    return f"reinstall or remove it: pip uninstall {distribution}"
 
 
 def _import(point: metadata.EntryPoint) -> tuple[ModuleType, dict[str, Any], tuple[Offer, ...]]:
@@ -298,6 +314,8 @@ class Observers:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
+                if (plugin, manager) not in self._watching[hook]:  # it was called again meanwhile, and raised there
+                    continue
                 for each in plugin.hooks:
                     self._watching[each].remove((plugin, manager))
                 source = f"{plugin.name} ({plugin.distribution} {plugin.version})"

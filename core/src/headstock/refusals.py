@@ -107,17 +107,21 @@ class Agreement:
 
 
 def refusal(role: Role, candidate: Candidate, agreement: Agreement) -> Refusal | None:
-    """Why a candidate cannot serve a role, or None if it could in some joint solution.
+    """Why a candidate cannot serve a role, or None if it could in some joint solution: its fault, or its offer.
 
     Its nearest records are the antichain: those of which no other fails a strict subset of the axes.
     """
     need = role.requirement
     refuse = partial(Refusal, group=need.group, role=need.role, backend=candidate.name, source=candidate.source)
-    if candidate.fault is not None:
-        return refuse(fault=candidate.fault)
+    if candidate.fault is None:
+        records = role.failing[candidate.name]
+    else:
+        records = [(record, need.unmet(record)) for record in (candidate.offer.capabilities if candidate.offer else ())]
+        if not records or any(not failed for _, failed in records):
+            return refuse(fault=candidate.fault)  # otherwise its cure would help nobody here
     misses = []
-    for record, failed in role.failing[candidate.name]:
-        odds = agreement.at_odds(role, record)
+    for record, failed in records:
+        odds = {} if candidate.fault else agreement.at_odds(role, record)
         if not failed and not odds:
             return None
         misses.append((record, odds, {*failed, *odds}))

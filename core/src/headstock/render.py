@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
-from headstock.decision import Choice, Decision, Refusal
+from headstock.decision import IN_FULL, Choice, Decision, Refusal
 from headstock.errors import NegotiationError
 from headstock.requirement import Requirement
 
@@ -86,8 +86,11 @@ def _stuck(decision: Decision) -> list[Requirement]:
 
 
 def _nearest_first(decision: Decision) -> list[Refusal]:
-    """Refusals by how little is missing, those of roles that nobody can serve before all others."""
-    stuck = {(need.group, need.role) for need in _stuck(decision)}
+    """Refusals by how little is missing, those of roles that nobody can serve, or may, before all others."""
+    stuck: set[Key] = {(need.group, need.role) for need in _stuck(decision)}
+    stuck |= {  # a backend that was asked for stands in the way of others: the conflict alone tells of it
+        key for key, where in _wheres(decision).items() if f" cannot serve {where}: " in decision.conflict
+    }
 
     def distance(refusal: Refusal) -> tuple[bool, int]:
         missing = len(refusal.closest.mismatches) if refusal.closest else 1
@@ -142,4 +145,4 @@ def _section(title: str, lines: Iterable[str]) -> list[str]:
 
 
 def _more(hidden: int) -> list[str]:
-    return [f"  and {hidden} more: headstock explain --all"] if hidden > 0 else []
+    return [f"  and {hidden} more: {IN_FULL}"] if hidden > 0 else []

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
 
 def missing_packages(requires: Iterable[str], versions: dict[str, str | None]) -> Fault | None:
-    """A fault for the first requirement that is absent or at a wrong version, or None.
+    """One fault for all requirements that are absent or at a wrong version, or None.
 
     `requires` holds the lines of a distribution's own metadata (PEP 508); extras are not asked for. `versions`
     remembers look-ups by distribution name, so that many plugins cost one look-up per package.
     """
     from packaging.requirements import InvalidRequirement, Requirement
 
+    wrong: dict[str, str] = {}
     for line in requires:
         try:
             requirement = Requirement(line)
@@ -34,10 +35,13 @@ def missing_packages(requires: Iterable[str], versions: dict[str, str | None]) -
         found = versions[name]
         wanted = f"{name}{requirement.specifier}"
         if found is None:
-            return Fault(what=f"it requires {wanted}, which is not installed", cure=f'pip install "{wanted}"')
-        if not _satisfies(requirement.specifier, found):
-            return Fault(what=f"it requires {wanted}, installed is {found}", cure=f'pip install "{wanted}"')
-    return None
+            wrong[wanted] = "which is not installed"
+        elif not _satisfies(requirement.specifier, found):
+            wrong[wanted] = f"installed is {found}"
+    if not wrong:
+        return None
+    what = ", and ".join(f"{wanted}, {state}" for wanted, state in wrong.items())
+    return Fault(what=f"it requires {what}", cure="pip install " + " ".join(f'"{wanted}"' for wanted in wrong))
 
 
 def _satisfies(wanted: SpecifierSet, found: str) -> bool:

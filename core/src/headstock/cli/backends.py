@@ -9,10 +9,10 @@ import typer
 
 from headstock.capabilities import AXES, Capabilities
 from headstock.cli.options import JSON
-from headstock.cli.tables import NONE_INSTALLED, document, faults, note, paragraphs, table
+from headstock.cli.tables import document, faults, note, paragraphs, table
 from headstock.errors import HeadstockError
 from headstock.offer import Candidate, Offer
-from headstock.plugins import discover
+from headstock.plugins import discover, none_loaded
 from headstock.refusals import words
 
 AxisNames = Annotated[list[str] | None, typer.Option("--axis", metavar="NAME", help="only this axis; may be repeated")]
@@ -38,7 +38,7 @@ def backends(axis: AxisNames = None, json: JSON = False) -> None:
             print(end="\n" if number else "")
             _matrix(candidate, offer, axes)
     if not candidates:
-        note(NONE_INSTALLED)
+        note(none_loaded())
     faults((candidate.name, candidate.fault) for candidate in candidates)
 
 

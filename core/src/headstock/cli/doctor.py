@@ -45,7 +45,7 @@ def doctor(timeout: Timeout = 60.0, config: Config = None, json: JSON = False) -
             healthy=not faulty,
             environment=environment,
             plugins=plugins,
-            faults=[{"subject": subject, **_as_json(fault)} for subject, fault in wrong],
+            faults=[{"subject": subject, **fault.model_dump()} for subject, fault in wrong],
         )
     else:
         table(("environment", ""), list(environment.items()))
@@ -114,20 +114,20 @@ def _plugins(timeout: float) -> list[dict[str, Any]]:
     survived = [report["name"] for report in reports if report["backends"] or not report["faults"]]
     for plugin in installed(survived):
         for report in reports:
-            if report["name"] == plugin.name and plugin.fault and _as_json(plugin.fault) not in report["faults"]:
-                report["faults"].append(_as_json(plugin.fault))
+            known = [fault["what"] for fault in report["faults"]]
+            if report["name"] == plugin.name and plugin.fault and plugin.fault.what not in known:
+                report["faults"].append(plugin.fault.model_dump())
     return reports
 
 
 def _reports(point: metadata.EntryPoint, outcome: Any) -> Iterator[dict[str, Any]]:
     if not isinstance(outcome, Fault):
-        for report in outcome:
-            yield {**report, "faults": [_as_json(Fault(**fault)) for fault in report["faults"]]}
+        yield from outcome
         return
     distribution = point.dist.name if point.dist else ""
     cure = f"pip uninstall {distribution}, or leave it out: {ALLOW_LIST}=-{point.name}"
     source = f"{distribution} {point.dist.version if point.dist else ''}".strip()
-    fault = _as_json(outcome.model_copy(update={"cure": cure}))
+    fault = outcome.model_copy(update={"cure": cure}).model_dump()
     yield {"name": point.name, "distribution": source, "backends": [], "facts": {}, "faults": [fault]}
 
 
@@ -145,18 +145,15 @@ def _examine(timeout: float, *subject: str) -> Any:
                 return Fault(what=f"it did not finish loading within {timeout:g} s")
         if done.returncode == 0 and report.is_file():
             return json.loads(report.read_text(encoding="utf-8"))
-        lines = errors.read_text(encoding="utf-8", errors="replace").splitlines()
-    last = next((line for line in reversed(lines) if line and not line[0].isspace()), "")
+        printed = errors.read_text(encoding="utf-8", errors="replace")
+    last = next((line for line in reversed(printed.splitlines()) if line and not line[0].isspace()), "")
     said = f": {last}" if last else ""
     if done.returncode < 0:
-        return Fault(what=f"loading it killed the process with {signal.Signals(-done.returncode).name}{said}")
-    return Fault(what=f"loading it ended the process with exit code {done.returncode}{said}")
+        killed = f"loading it killed the process with {signal.Signals(-done.returncode).name}"
+        return Fault(what=f"{killed}{said}", detail=printed)
+    return Fault(what=f"loading it ended the process with exit code {done.returncode}{said}", detail=printed)
 
 
 def _row(plugin: dict[str, Any]) -> list[str]:
     status = "broken" if plugin["faults"] else "ok"
     return [plugin["name"], status, plugin["distribution"], ", ".join(plugin["backends"])]
-
-
-def _as_json(fault: Fault) -> dict[str, str]:
-    return {"what": fault.what, "cure": fault.cure}

@@ -51,7 +51,8 @@ def _facts(plugin: Plugin) -> tuple[dict[str, str], list[Fault]]:
         return {str(name): str(fact) for name, fact in told.items()}, []
     except Exception as error:
         cure = f"reinstall or remove it: pip uninstall {plugin.distribution}"
-        return {}, [Fault(what=f"doctor_facts: {describe_fault(error).what}", cure=cure)]
+        fault = describe_fault(error, cure)
+        return {}, [fault.model_copy(update={"what": f"doctor_facts: {fault.what}"})]
 
 
 def _faults(plugin: Plugin) -> list[Fault]:
@@ -69,7 +70,7 @@ def _of_its_classes(candidate: Candidate) -> list[Fault]:
         if candidate.offer.options is not None:
             resolve(candidate.offer.options, f"the options of {candidate.name}")
     except HeadstockError as error:
-        return [Fault(what=str(error), cure=f"reinstall or remove it: pip uninstall {candidate.distribution}")]
+        return [describe_fault(error, f"reinstall or remove it: pip uninstall {candidate.distribution}")]
     return []
 
 

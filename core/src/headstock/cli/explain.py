@@ -15,7 +15,7 @@ from headstock.decision import Decision
 from headstock.errors import HeadstockError
 from headstock.models.embedded import embedded_model
 from headstock.negotiate import negotiate
-from headstock.offer import Candidate
+from headstock.offer import Candidate, own_names
 from headstock.plugins import discover
 from headstock.render import explain as account
 
@@ -44,6 +44,9 @@ def explain(
     needs, policy = question(settings, asked_hardware(settings, assume_gpu))
     candidates = discover()
     decision = negotiate(needs, candidates, policy)
+    if decision.solved:
+        unused = decision.unused(own_names(settings.limits.backend_option, candidates))
+        decision = decision.model_copy(update={"notices": (*decision.notices, *unused)})
     if json:
         print(decision.model_dump_json(indent=2))
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headstock.cli.gpus import gpu
 from headstock.errors import HeadstockError
+from headstock.vocabulary import DEVICES, check_known
 
 COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute of the CUDA driver API
 
@@ -61,8 +62,18 @@ def parse_device(device: str) -> tuple[str, int]:
     """The type and index of a device as torch spells it, or "auto"; HeadstockError for another spelling."""
     match = re.fullmatch(r"auto|(?!auto:)([a-z]+)(?::(\d{1,3}))?", device, re.ASCII)
     if match is None:
-        raise HeadstockError("--device cannot be read", given=device, works="auto, cpu, cuda, cuda:1")
-    return match[1] or "auto", int(match[2] or 0)
+        raise HeadstockError("unreadable device", given=device, works="auto, cpu, cuda, cuda:1")
+    kind, index = match[1] or "auto", int(match[2] or 0)
+    check_known("device", kind, ("auto", *DEVICES))
+    if kind == "cpu" and index:
+        raise HeadstockError("there is one CPU", given=device, works="cpu")
+    return kind, index
+
+
+def readable_device(device: str) -> str:
+    """`device` itself; HeadstockError where it is none."""
+    parse_device(device)
+    return device
 
 
 def _driver_capability(index: int) -> int | None:

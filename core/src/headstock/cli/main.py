@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import traceback
 import warnings
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import headstock
 from headstock.cli.backends import backends
@@ -23,6 +24,7 @@ from headstock.cli.new import new
 from headstock.cli.plugins import plugins
 from headstock.cli.prepare import prepare
 from headstock.cli.streams import NO_ROOM, drop_output, open_streams
+from headstock.cli.tables import verbose as asked_for_tracebacks
 from headstock.cli.tune import tune
 from headstock.errors import HeadstockError
 from headstock.plugins import ALLOW_LIST
@@ -30,12 +32,40 @@ from headstock.plugins import ALLOW_LIST
 EPILOG = """\b
 Exit codes:
     0  all is well
-    1  doctor found a fault, or a failure that nobody foresaw
+    1  something failed: a prompt, a backend in a run, a case of check, what bench
+       measured, what doctor loaded, or what nobody foresaw
     2  a refusal with its cure, or wrong usage
-  130  interrupted
+  130  interrupted by Ctrl-C
+  143  ended by SIGTERM
 """
 
+
+class Commands(TyperGroup):
+    """The commands. A value that is refused is told, which the parser of some types leaves out."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            given = _given(error.param.opts) if error.param else None
+            if given is not None and repr(given) not in error.message:
+                error.message += f", given {given!r}"
+            raise
+
+
+def _given(names: Sequence[str]) -> str | None:
+    """What was typed, last, for an option of these names; None where it was typed in no way that is known."""
+    values = [
+        value if equals else after
+        for argument, after in zip(sys.argv[1:], [*sys.argv[2:], None], strict=False)
+        for name, equals, value in [argument.partition("=")]
+        if name in names
+    ]
+    return values[-1] if values else None
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Runs language models on attention backends that are plugins, and tells which one runs and why.",
     epilog=EPILOG,
     no_args_is_help=True,
@@ -55,7 +85,7 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _common(
-    verbose: Annotated[bool, typer.Option("--verbose", help="show the traceback of a failure")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="show the traceback of a failure or a fault")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="print the version", callback=_print_version, is_eager=True)
     ] = False,
@@ -69,7 +99,7 @@ def main() -> None:
     """Runs the command line and exits; the help tells the exit codes."""
     open_streams()
     with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
+        warnings.showwarning = _Warnings().show
         code = _run()
     sys.exit(code)
 
@@ -101,11 +131,19 @@ def _run() -> int:
 
 
 def _fail(message: str, error: Exception, code: int) -> int:
-    if "--verbose" in itertools.takewhile(lambda argument: argument.startswith("-"), sys.argv[1:]):
+    if asked_for_tracebacks():
         traceback.print_exception(error)
     print(f"headstock: {message}", file=sys.stderr)
     return code
 
 
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"headstock: warning: {message}", file=sys.stderr)
+class _Warnings:
+    """Shows each warning once, however often a command comes by the place that gives it."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def show(self, message: Warning | str, *_: object, **__: object) -> None:
+        if str(message) not in self._told:
+            self._told.add(str(message))
+            print(f"headstock: warning: {message}", file=sys.stderr)

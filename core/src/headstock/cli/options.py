@@ -9,9 +9,11 @@ from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from headstock.cli.hardware import readable_device
 from headstock.policy import GRAPH_SIZES, Mode, PageSize, Policy
+from headstock.vocabulary import CACHED
 
 Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1)]
@@ -27,11 +29,15 @@ class Choices(Options):
     """What decides which backends run: the model, the device, and the user's explicit choices."""
 
     model: Path | None = Field(None, description="a Hugging Face folder or .gguf file [default: the embedded model]")
-    device: Name = Field("auto", description="as torch spells it: cpu, cuda, cuda:1; auto is the first GPU, else CPU")
+    device: Annotated[Name, AfterValidator(readable_device)] = Field(
+        "auto", description="as torch spells it: cpu, cuda, cuda:1; auto is the first GPU, else CPU"
+    )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="of weights and activations; auto is the model's own where the device is fast in it"
     )
-    kv_dtype: Name = Field("auto", description="of the KV cache: float8_e4m3fn, …; auto is that of the activations")
+    kv_dtype: Literal["auto", *CACHED] = Field(  # type: ignore[valid-type]  # the same vocabulary as everywhere
+        "auto", description="of the KV cache: float8_e4m3fn, …; auto is that of the activations"
+    )
     max_context: Count | None = Field(None, description="tokens per request [default: the model's own]")
     attention_backend: Name | None = Field(None, description="the backend of every phase [default: negotiated]")
     prefill_attention_backend: Name | None = Field(None, description="the backend of the extend phase")
@@ -123,6 +129,13 @@ def takes(*records: type[BaseModel]) -> Callable[[Callable[..., None]], Callable
     return decorate
 
 
+def some_path(text: str) -> Path:
+    """A path that was typed; typer.BadParameter for an empty one, as a variable that is not set leaves."""
+    if not text:
+        raise typer.BadParameter("given: ''; would work: a path")
+    return Path(text)
+
+
 def flag_name(field: str) -> str:
     """How a field is spelled on the command line and, without the dashes, in the configuration file."""
     return "--" + field.replace("_", "-")
@@ -136,7 +149,10 @@ def _flag(name: str, record: type[BaseModel]) -> inspect.Parameter:
     repeated = "; may be repeated" if get_origin(kind) is list else ""
     shown = "" if default is None or default is False or default in ((), {}) else f" [default: {default}]"
     metavar = METAVARS.get(get_args(kind)[0] if get_args(kind) else kind)
-    option = typer.Option(help=f"{field.description}{repeated}{shown}", metavar=metavar, show_default=False)
+    parser = some_path if kind is Path else None
+    option = typer.Option(
+        help=f"{field.description}{repeated}{shown}", metavar=metavar, show_default=False, parser=parser
+    )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )

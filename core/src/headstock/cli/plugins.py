@@ -9,9 +9,9 @@ import typer
 
 from headstock import hookspecs
 from headstock.cli.options import JSON
-from headstock.cli.tables import NONE_INSTALLED, document, faults, note, table
+from headstock.cli.tables import document, faults, note, table
 from headstock.errors import HeadstockError
-from headstock.plugins import Plugin, installed
+from headstock.plugins import Plugin, installed, none_loaded
 
 Hooks = Annotated[
     list[str] | None, typer.Option("--hook", metavar="NAME", help="only plugins with this hook, or with any of several")
@@ -27,7 +27,7 @@ def plugins(hook: Hooks = None, json: JSON = False) -> None:
         document(plugins=[_as_json(plugin) for plugin in found])
         return
     if not found:
-        note(f"no plugin implements {' or '.join(wanted)}" if wanted else NONE_INSTALLED)
+        note(f"no plugin implements {' or '.join(wanted)}" if wanted else none_loaded())
         return
     table(COLUMNS, [_row(plugin) for plugin in found])
     faults((plugin.name, plugin.fault) for plugin in found)
@@ -60,5 +60,5 @@ def _as_json(plugin: Plugin) -> dict[str, object]:
         "module": plugin.module,
         "backends": [offer.name for offer in plugin.offers],
         "hooks": list(plugin.hooks),
-        "fault": {"what": plugin.fault.what, "cure": plugin.fault.cure} if plugin.fault else None,
+        "fault": plugin.fault.model_dump() if plugin.fault else None,
     }

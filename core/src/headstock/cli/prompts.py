@@ -123,6 +123,7 @@ def encode(
     for prompt in prompts:
         with _named(prompt.where):
             ids.append(_encode(prompt, tokenizer, raw))
+            prompt.params.check_stops(config.vocab_size)
     for prompt, own in zip(prompts, ids, strict=True):
         if not own:
             raise RequestError(f"{prompt.where} holds no token of this model", works="at least one")

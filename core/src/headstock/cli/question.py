@@ -14,12 +14,13 @@ from headstock.cli.settings import Settings
 from headstock.decision import Decision, check_pin
 from headstock.errors import HeadstockError
 from headstock.files import read_text
+from headstock.load import own_options
 from headstock.models.config import ModelConfig
 from headstock.models.embedded import embedded_model
 from headstock.models.folder import is_gguf
 from headstock.models.gguf_header import GGUFHeader
 from headstock.models.record import read_json
-from headstock.offer import describe_validation_error, own_names
+from headstock.offer import describe_validation_error
 from headstock.plugins import discover
 from headstock.policy import Policy
 from headstock.requirement import Requirement
@@ -69,7 +70,7 @@ def question(
         graph=choices.graph,
         cascade=choices.cascade,
     )
-    own = own_names(settings.limits.backend_option, discover())
+    own = own_options(settings.limits.backend_option, discover())
     policy = profiled(choices.policy(settings.origins), settings, hardware, needs, own)
     if choices.decision is None:
         return needs, policy

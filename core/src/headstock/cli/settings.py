@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from headstock.cli.options import Choices, Limits, flag_name
 from headstock.engine.sampling import SamplingParams
-from headstock.errors import HeadstockError, RequestError
+from headstock.errors import HeadstockError
 from headstock.files import read_toml
 from headstock.offer import canonical, describe_validation_error
 
@@ -125,8 +125,8 @@ def _build(record: type[Record], values: Mapping[str, Any], origins: Mapping[str
     for name, value in own.items():
         try:
             record(**{name: value})
-        except RequestError as error:
-            raise RequestError(f"{origins[name]}: {error.what}", given=error.given, works=error.works) from None
+        except HeadstockError as error:
+            raise type(error)(f"{origins[name]}: {error.what}", given=error.given, works=error.works) from None
         except ValidationError as error:
             reason = describe_validation_error(error).removeprefix(f"{name}: ").removeprefix(f"{name}.")
             raise HeadstockError(f"{origins[name]}: {reason}") from None

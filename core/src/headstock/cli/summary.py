@@ -56,12 +56,15 @@ def describe(stats: EngineStats, seconds: float) -> str:
 
 
 def tell_speed(stats: EngineStats) -> None:
-    """Tokens per second by phase, and what an answer waited. Its first token counts as the prompt's."""
-    phases = [
-        ("prompt", stats.prefill_tokens, stats.prefill_seconds),
-        ("output", stats.decode_tokens, stats.decode_seconds),
-    ]
-    said = [f"{name} {tokens} tokens, {tokens / seconds:.1f} tokens/s" for name, tokens, seconds in phases if seconds]
+    """Tokens per second by phase, and what an answer waited. What made its first token is the prompt's time."""
+    output = stats.first_token.count + stats.next_token.count
+    said = []
+    if stats.prefill_seconds:
+        rate = stats.prefill_tokens / stats.prefill_seconds
+        said.append(f"prompt {stats.prefill_tokens} tokens, {rate:.1f} tokens/s")
+    said.append(f"output {output} tokens")
+    if stats.decode_seconds:
+        said[-1] += f", {stats.decode_tokens / stats.decode_seconds:.1f} tokens/s after the first"
     if stats.cached_tokens:
         said.append(f"{stats.cached_tokens} prompt tokens from the prefix cache")
     if stats.next_token.count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 DOCUMENT_VERSION = 1
 """Raised when a field of a document changes its meaning or goes; new fields do not raise it."""
-
-NONE_INSTALLED = "no plugin is installed; the extras of headstock install some: pip install 'headstock[EXTRA]'"
 
 STYLES = {"ok": "green", "broken": "red", "yes": "green", "no": "dim", "–": "dim"}
 
@@ -51,12 +50,19 @@ def paragraphs(lines: Iterable[str]) -> None:
         print("\n".join(wrap.wrap(line) or [""]))
 
 
+def verbose() -> bool:
+    """Whether `--verbose` was given, ahead of the command."""
+    return "--verbose" in itertools.takewhile(lambda argument: argument.startswith("-"), sys.argv[1:])
+
+
 def faults(found: Iterable[tuple[str, Fault | None]]) -> None:
-    """Prints what is wrong with whom, and the cure."""
+    """Prints what is wrong with whom, and the cure; with `--verbose` the detail too, a traceback as a rule."""
     for subject, fault in found:
         if fault is not None:
             print()
             paragraphs([f"{subject} is broken: {fault.what}", *([f"  cure: {fault.cure}"] if fault.cure else [])])
+            if fault.detail and verbose():
+                print(textwrap.indent(fault.detail.rstrip(), "  "))
 
 
 class Report(Protocol):

@@ -44,6 +44,7 @@ def longest_answer(runner: ModelRunner, ids: Sequence[int], params: SamplingPara
         raise RequestError(f"{called} is empty", works="at least one token")
     if not all(0 <= token < vocab for token in ids):
         raise RequestError(f"{called} holds a token outside the vocabulary", works=f"0…{vocab - 1}")
+    params.check_stops(vocab)
     if len(ids) >= runner.max_context:
         longest = runner.config.max_context
         can_grow = runner.max_context < longest

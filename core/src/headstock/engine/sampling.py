@@ -61,3 +61,9 @@ class SamplingParams(BaseModel):
     def greedy(self) -> bool:
         """Whether every token is the most likely one; the filters and the seed then change nothing."""
         return self.temperature == 0
+
+    def check_stops(self, vocab_size: int) -> None:
+        """Raises RequestError for a token to stop at that a model of so many never gives."""
+        if strange := [token for token in self.stop_token_ids if token >= vocab_size]:
+            what, works = "stop_token_ids has a token outside the vocabulary", f"0…{vocab_size - 1}"
+            raise RequestError(what, given=strange[0], works=works)

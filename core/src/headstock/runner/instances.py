@@ -45,12 +45,19 @@ class FaultyBackend(HeadstockError):
         self.candidate, self.error = candidate, error
         self.group, self.phases = group, phases
 
+    @property
+    def look(self) -> str | None:
+        """What to type to see more, of what is installed: `doctor` loads backends, `check` runs them."""
+        if not self.candidate.distribution:
+            return None
+        return "headstock doctor" if isinstance(self.error, PluginError) else f"headstock check {self.candidate.name}"
+
     def remains(self, phases: frozenset[str]) -> Candidate:
         """The candidate as it may still be chosen: for these phases alone; with its fault where there are none."""
         offer = self.candidate.offer
         assert offer is not None, "a backend that was chosen has an offer"
         if not phases:
-            return self.candidate.failed(describe_fault(self.error, "headstock doctor"))
+            return self.candidate.failed(describe_fault(self.error, self.look or ""))
         records = tuple(each.model_copy(update={"phases": each.phases & phases}) for each in offer.capabilities)
         return self.candidate.model_copy(update={"offer": offer.model_copy(update={"capabilities": records})})
 

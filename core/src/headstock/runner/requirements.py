@@ -6,6 +6,7 @@ from headstock.backend import AttentionKind, BackendSpec, GraphBucket, Phase
 from headstock.models.config import LayerShape, ModelConfig
 from headstock.policy import Mode
 from headstock.requirement import Requirement, Role
+from headstock.vocabulary import CACHED, DEVICES, DTYPES, check_known
 
 ROLES: tuple[tuple[Role, Phase, AttentionKind], ...] = (
     ("extend", "extend", "paged"),
@@ -52,8 +53,11 @@ def requirements(
     `device` is a torch device type ("cpu", "cuda"), `compute_capability` major × 10 + minor where it has one; dtypes
     are torch's names, the cache's being the model's by default. `max_context` is in tokens, the model's own by default.
     Decoding wishes for `graph` where it is "auto", but on a CPU, which has none, and asks for it where it is "on"; so
-    does decoding without a window for `cascade`.
+    does decoding without a window for `cascade`. Raises HeadstockError for a device type or dtype that torch has not.
     """
+    check_known("device", device, DEVICES)
+    check_known("dtype", dtype, DTYPES)
+    check_known("dtype of the KV cache", kv_dtype or dtype, CACHED)
     needs = []
     for group, layers in layer_groups(config).items():
         whole = config.layers[layers[0]]

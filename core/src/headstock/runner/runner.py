@@ -19,11 +19,12 @@ from headstock.kv.page_table import PageTable
 from headstock.kv.pool import KVPool
 from headstock.kv.window import WindowPages
 from headstock.layer import AttentionLayer
+from headstock.load import own_options
 from headstock.models.config import ModelConfig
 from headstock.models.decoder import Progress
 from headstock.models.registry import model_class
 from headstock.models.weights import WeightSource
-from headstock.offer import Candidate, Offer, own_names
+from headstock.offer import Candidate, Offer
 from headstock.plugins import Observers, Plugin, installed
 from headstock.policy import GRAPH_SIZES, Policy
 from headstock.runner.arguments import check_sizes, check_types, put_forward
@@ -118,7 +119,7 @@ class ModelRunner:
             graph=policy.graph,
             cascade=policy.cascade,
         )
-        own = own_names(options, candidates)
+        own = own_options(options, candidates)
         chosen = Selection(self.config, self.device, needs, candidates, policy, self.limits, own, kv_tokens, report)
         self.decision, self.roles, self.memory = chosen.decision, chosen.roles, chosen.memory
         self.page_size, self.candidates = self.memory.page_size, chosen.candidates

@@ -71,9 +71,7 @@ class Selection:
                 self._pass_over(failure)
                 last = failure.error
         self.notices += self.decision.notices
-        chosen = {instance.candidate.name for instance in self.instances}
-        unused = [name for name in options if name not in chosen]
-        self.notices += [f"the options of {name} are not used: another backend was chosen" for name in unused]
+        self.notices += self.decision.unused(options, limits.max_batch)
 
     @property
     def instances(self) -> list[Instance]:
@@ -119,7 +117,7 @@ class Selection:
         if failed <= asked or remaining == candidate:  # the latter: named for the phase, but of another layer group
             if isinstance(failure.error, MemoryPlanError):
                 raise failure.error
-            raise PluginError(str(failure), works="another backend", type="headstock doctor") from failure.error
+            raise PluginError(str(failure), works="another backend", type=failure.look) from failure.error
         but = f", but for {', '.join(sorted(phases))}, as asked for" if phases else ""
         self.notices.append(f"{failure}; choosing again without {candidate.name}{but}")
         self.candidates = [remaining if each is candidate else each for each in self.candidates]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from headstock.backend import AttentionBackend
-from headstock.capabilities import AXES
+from headstock.capabilities import AXES, Capabilities
+from headstock.errors import HeadstockError
 from headstock.negotiate import negotiate
 from headstock.offer import Offer
 from headstock.requirement import Requirement
@@ -39,6 +40,32 @@ class Claim:
     name: str
     axis: str
     fields: Mapping[str, Any] = field(hash=False)
+
+
+MOST = 4096
+"""More heads, and more numbers in one, than any model has."""
+
+
+def check_latents(offer: Offer) -> None:
+    """Raises HeadstockError for a record with latent attention that no model can ask for.
+
+    A latent is R + P numbers, P of them the rope part, and the one key of all query heads; its first R are the value.
+    """
+    for record in offer.capabilities:
+        if "mla" in record.attention and (wrong := _out_of_reach(record)):
+            what = f"no model can ask for the latent attention of the record {str(record)!r} of {offer.name}"
+            works = "head_dims of R + P and v_head_dims of R; gqa_ratios as num_heads, since all of them share one key"
+            raise HeadstockError(what, given=wrong, works=works)
+
+
+def _out_of_reach(record: Capabilities) -> str:
+    """The axes of a record that no latent covers together, in words; empty where one does."""
+    keys, values = record.head_dims, record.v_head_dims
+    if isinstance(values, str) or values.nearest(1) >= keys.nearest(MOST):
+        return f"head_dims {keys}, v_head_dims {values}"
+    if not record.num_heads.mask(MOST) & record.gqa_ratios.mask(MOST):
+        return f"num_heads {record.num_heads}, gqa_ratios {record.gqa_ratios}"
+    return ""
 
 
 def claims(offer: Offer, *, device: str = "cpu", capability: int | None = None) -> list[Claim]:

@@ -19,7 +19,7 @@ from headstock.load import load_backend, load_options
 from headstock.offer import Candidate, Offer
 from headstock.plugins import discover
 from headstock.testing.cases import Case, cases, relays
-from headstock.testing.honesty import Claim, claims, examine, exercised
+from headstock.testing.honesty import Claim, check_latents, claims, examine, exercised
 from headstock.testing.laws import LAWS, other_reads_what_was_written
 from headstock.testing.sizes import Level
 
@@ -50,8 +50,8 @@ class Suite:
     attention and the glob `only` narrow the cases; `options` are the backend's own, by default those of its model. With
     `pairs` other installed backends read what this one has cached.
 
-    Raises HeadstockError for a name nobody offers, a backend that does not load, a device that it does not declare, and
-    a pattern that no case has.
+    Raises HeadstockError for a name nobody offers, a backend that does not load, a device that it does not declare,
+    latent attention that no model can ask for, and a pattern that no case has.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Suite:
         self.candidate = Candidate.of(backend) if isinstance(backend, Offer) else _find(backend, others)
         assert self.candidate.offer is not None, "a usable candidate has an offer"
         self.offer = self.candidate.offer
+        check_latents(self.offer)
         configured = load_options(self.offer, options or {})
         self.backend: type[AttentionBackend] = _configured(load_backend(self.candidate), configured)
         self.device = _device(self.offer, device)
@@ -81,6 +82,10 @@ class Suite:
         about = claims(self.offer, device=kind, capability=capability)
         self.cases = [case for case in every if _wanted(case, phase, only, kinds)]
         self.claims = [claim for claim in about if _wanted(claim, phase, only, kinds)]
+        served = frozenset().union(*(record.phases for record in self.offer.capabilities))
+        if phase is not None and phase not in served:
+            what = f"{self.offer.name} does not serve this phase"
+            raise HeadstockError(what, given=phase, works=", ".join(sorted(served)))
         if not self.cases and not self.claims:
             names = [*(case.name for case in every), *(claim.name for claim in about)]
             near = get_close_matches(only or "", names, 1)
@@ -204,7 +209,11 @@ def _find(name: str, candidates: list[Candidate]) -> Candidate:
         known = ", ".join(candidate.name for candidate in candidates) or "none is installed"
         raise HeadstockError("no such backend is installed", given=name, works=known, type="headstock backends")
     if not found.usable:
-        raise HeadstockError(f"the backend {found.name} ({found.source}) cannot be used: {found.fault}")
+        assert found.fault is not None, "what is not usable has a fault"
+        error = HeadstockError(f"the backend {found.name} ({found.source}) cannot be used: {found.fault}")
+        if found.fault.detail:
+            error.add_note(found.fault.detail)  # which a traceback shows
+        raise error
     return found
 
 
