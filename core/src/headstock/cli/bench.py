@@ -21,7 +21,7 @@ from headstock.cli.settings import Settings
 from headstock.cli.tables import document, measuring, note, paragraphs, progress, table
 from headstock.errors import HeadstockError
 from headstock.models.embedded import embedded_model
-from headstock.offer import Candidate
+from headstock.offer import Candidate, own_names
 from headstock.plugins import discover
 from headstock.prints import stdout_to_stderr
 
@@ -83,9 +83,8 @@ def bench(
     from headstock.bench.report import COLUMNS, as_dict, failures, kernels, ordered, row, summary
     from headstock.bench.timing import measure_limits
     from headstock.device import Device
-    from headstock.load import own_options
 
-    device, options = Device.open(settings.choices.device), own_options(settings.limits.backend_option, discover())
+    device, options = Device.open(settings.choices.device), own_names(settings.limits.backend_option, discover())
     graph = False if eager else None
     comparison = Comparison(config, needs, candidates, policy, device, options=options, graph=graph, rounds=rounds)
     with stdout_to_stderr(), progress(not json and sys.stderr.isatty()) as report:

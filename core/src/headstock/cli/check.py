@@ -97,7 +97,11 @@ def _check_report(file: Path) -> None:
         why = "it is a folder" if file.is_dir() else "no such folder"
         raise HeadstockError(f"cannot write {file}: {why}", works="--report with a file in a folder that is there")
     with suppress(OSError):  # what cannot be read is told of when it is written to
-        if file.is_file() and file.stat().st_size and b"<title>Conformance of" not in file.read_bytes()[:1000]:
+        begins = b""
+        if file.is_file():
+            with file.open("rb") as there:
+                begins = there.read(1000)
+        if begins and b"<title>Conformance of" not in begins:
             raise HeadstockError(f"{file} is no report, and is not written over", works="--report with another name")
 
 

@@ -16,6 +16,7 @@ from headstock.cli.tables import document, measuring, paragraphs, progress
 from headstock.errors import HeadstockError
 from headstock.models.embedded import embedded_model
 from headstock.negotiate import negotiate
+from headstock.offer import own_names
 from headstock.plugins import discover
 from headstock.prints import stdout_to_stderr
 from headstock.render import raise_unsolved
@@ -46,11 +47,10 @@ def diagnose(settings: Settings, workloads: Workloads = None, from_trace: Record
 
     from headstock.bench.diagnose import Diagnosis
     from headstock.device import Device
-    from headstock.load import own_options
 
     config = model_config(settings.choices.model or embedded_model())
     device = Device.open(settings.choices.device)
-    options = own_options(settings.limits.backend_option, candidates)
+    options = own_names(settings.limits.backend_option, candidates)
     diagnosis = Diagnosis(config, decision, candidates, device, options=options)
     with stdout_to_stderr(), progress(not json and sys.stderr.isatty()) as report:
         tell = measuring(report)

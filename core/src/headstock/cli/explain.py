@@ -61,8 +61,7 @@ def explain(
 def _kernels(settings: Settings, decision: Decision, candidates: Sequence[Candidate]) -> Iterator[str]:
     from headstock.bench.kernels import kernels
     from headstock.device import Device
-    from headstock.load import own_options
 
-    options = own_options(settings.limits.backend_option, candidates)
+    options = own_names(settings.limits.backend_option, candidates)
     config = model_config(settings.choices.model or embedded_model())
     return kernels(decision, config, candidates, Device.open(settings.choices.device), options)

@@ -51,7 +51,7 @@ def question(
 ) -> tuple[list[Requirement], Policy]:
     """The requirements and the policy that choices come to; raises HeadstockError where they cannot be met by any.
 
-    The model is that of `config` where it is given.
+    Options of backends are checked here, for every command. The model is that of `config` where it is given.
     """
     choices = settings.choices
     config = config or model_config(choices.model or embedded_model())

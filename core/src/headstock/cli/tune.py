@@ -19,6 +19,7 @@ from headstock.cli.tables import document, measuring, note, paragraphs, progress
 from headstock.errors import HeadstockError
 from headstock.models.embedded import embedded_model
 from headstock.negotiate import negotiate
+from headstock.offer import own_names
 from headstock.plugins import discover
 from headstock.prints import stdout_to_stderr
 from headstock.render import explain as account
@@ -64,10 +65,9 @@ def tune(settings: Settings, budget: Budget = "60s", grid: Grid = None, json: JS
 
     from headstock.bench.profile import check_writable, save
     from headstock.device import Device
-    from headstock.load import own_options
 
     machine, candidates = machine_of(hardware, choices.device), discover()
-    options = own_options(settings.limits.backend_option, candidates)
+    options = own_names(settings.limits.backend_option, candidates)
     if not (decision := negotiate(needs, candidates, policy)).solved:
         raise_unsolved(decision)
     file = choices.profile_file or default_file(machine, needs)

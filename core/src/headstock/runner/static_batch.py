@@ -110,7 +110,7 @@ class StaticStep:
             for name, batch in self.batches[bucket].items():
                 group = self._groups[name]
                 self.refresh.derive(batch, group.pages, group.spec, slots, lens)
-                group.derive_levels(batch, levels)
+                group.derive_levels(bucket, batch, levels)
 
         self._host[bucket].write([], [])
         with self.device.warming_up(pool):
@@ -176,20 +176,16 @@ class _Group:
             own[:] = lens
             batch._csr.clear()
 
-    def derive_levels(self, batch: ForwardBatch, levels: Tensor) -> None:
+    def derive_levels(self, bucket: GraphBucket, batch: ForwardBatch, levels: Tensor) -> None:
         """What follows on the device from the batch's pages and where shared runs end, as the host wrote it."""
         if batch.shared_levels:
             assert batch.page_table is not None, "graphs are of paged batches"
-            self._levels[_bucket(batch)].derive(levels, batch.page_table)
+            self._levels[bucket].derive(levels, batch.page_table)
 
 
 def _asks(batch: ForwardBatch) -> bool:
     """Whether a batch has what the host tells it before each replay."""
     return batch.seq_lens_cpu is not None or bool(batch.shared_levels)
-
-
-def _bucket(batch: ForwardBatch) -> GraphBucket:
-    return GraphBucket(batch.num_reqs, batch.query_len, len(batch.shared_levels))
 
 
 def _check_levels(groups: Mapping[str, tuple[BackendSpec, GroupPages]]) -> None:
